@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from asynccomm import compat as compat
     from asynccomm import interop as interop
     from asynccomm import testing as testing
+    from asynccomm import weights as weights
     from asynccomm.backends.registry import backend_names as backend_names
     from asynccomm.cli.spawning import spawn as spawn
     from asynccomm.comm.comm import Comm as Comm
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from asynccomm.comm.methods.p2p import Stream as Stream
     from asynccomm.comm.new_comm import join_comm as join_comm
     from asynccomm.comm.new_comm import new_comm as new_comm
+    from asynccomm.comm.pairs import pair_comm as pair_comm
     from asynccomm.comm.scopes import CoalesceScope as CoalesceScope
     from asynccomm.comm.scopes import Estimate as Estimate
     from asynccomm.control.diagnosis import Diagnosis as Diagnosis
@@ -71,6 +73,7 @@ _HOMES = {
     "CommStatistics": "asynccomm.comm.in_flight",
     "join_comm": "asynccomm.comm.new_comm",
     "new_comm": "asynccomm.comm.new_comm",
+    "pair_comm": "asynccomm.comm.pairs",
     "Diagnosis": "asynccomm.control.diagnosis",
     "PendingOp": "asynccomm.control.diagnosis",
     "RankState": "asynccomm.control.diagnosis",
@@ -114,7 +117,7 @@ _HOMES = {
     "__version__": "asynccomm.version",
     "Work": "asynccomm.core.work",
 }
-_PACKAGES = ("compat", "interop", "testing")
+_PACKAGES = ("compat", "interop", "testing", "weights")
 __all__ = list(_HOMES)
 
 

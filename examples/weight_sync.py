@@ -3,9 +3,9 @@
     asynccomm run -n 3 examples/weight_sync.py
 
 Rank 0 trains. The other ranks serve: clients (tasks, here in the same process) ask for predictions all the time, and
-each request is answered on the event loop. New weights arrive by ``comm.broadcast_state`` in a second copy of the
-model, in the background; when they are complete the two copies change places, between two requests. So every answer
-comes from one version of the weights, and all that a request can notice is that the machine is busier.
+each request is answered on the event loop. New weights arrive in a second copy of the model, in the background; when
+they are complete the two copies change places, between two requests. So every answer comes from one version of the
+weights, and all that a request can notice is that the machine is busier.
 
 At the end each server prints how long requests took while weights were arriving and while none were: the difference is
 the stall that the sync costs.
@@ -15,28 +15,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import asynccomm
-from asynccomm import Comm
+from asynccomm import Comm, weights
 
 TRAINER = 0
 FEATURES = 16
 
 
 def make_model(width: int) -> nn.Sequential:
-    """A network that is to learn the sum of its inputs, with a buffer that says which version it is."""
+    """A network that is to learn the sum of its inputs."""
     layers = [nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)]
-    model = nn.Sequential(*layers)
-    model.register_buffer("version", torch.zeros((), dtype=torch.int64))
-    return model
+    return nn.Sequential(*layers)
 
 
 class Trainer:
@@ -58,45 +53,38 @@ class Trainer:
 
 
 async def train(comm: Comm, trainer: Trainer, versions: int, steps: int) -> None:
-    version = trainer.model.get_buffer("version")
-    for number in range(1, versions + 1):
-        losses = [await asyncio.to_thread(trainer.step) for _ in range(steps)]
-        version.fill_(number)
-        start = time.perf_counter()
-        await comm.broadcast_object({"loss": losses[-1]}, TRAINER)
-        await comm.broadcast_state(trainer.model, TRAINER)
-        print(f"version {number}: loss {losses[-1]:.3f}, pushed in {1e3 * (time.perf_counter() - start):.0f} ms")
+    async with (
+        comm.subgroups(1, "trainers") as trainers,
+        weights.Publisher(trainers, trainer.model, servers=comm.size - 1) as publisher,
+    ):
+        for _ in range(versions):
+            losses = [await asyncio.to_thread(trainer.step) for _ in range(steps)]
+            pushed = await publisher.push(info={"loss": losses[-1]})
+            print(f"version {pushed.version}: loss {losses[-1]:.3f}, pushed in {1e3 * pushed.seconds:.0f} ms")
 
 
-@dataclass
-class Server:
+class Predictor:
     """Answers requests with the newest complete weights."""
 
-    serving: nn.Module
-    arriving: nn.Module  #: where the next version is being written
-    syncing: bool = False
-    losses: list[float] = field(default_factory=list)  #: of the trainer, for each version
-    versions: list[int] = field(default_factory=list)  #: that were served
-    idle: list[float] = field(default_factory=list)  #: seconds of requests while no weights arrived
-    busy: list[float] = field(default_factory=list)  #: the same while some did
+    def __init__(self, comm: Comm, model: nn.Module) -> None:
+        self._model = model
+        self._server = weights.Server(model, store=comm)
+        self._updates = self._server.updates(automatic=True)
+        self.losses: list[float] = []  #: of the trainer, for each version
+        self.versions: list[int] = []  #: that were served
+        self.idle: list[float] = []  #: seconds of requests while no weights arrived
+        self.busy: list[float] = []  #: the same while some did
 
-    async def receive_weights(self, comm: Comm, versions: int) -> None:
-        for _ in range(versions):
-            # the trainer may take as long as it likes
-            coming: Any = await comm.broadcast_object(None, TRAINER, timeout=math.inf)
-            self.losses.append(coming["loss"])
-            self.syncing = True
-            await comm.broadcast_state(self.arriving, TRAINER)
-            self.syncing = False
-            self.serving, self.arriving = self.arriving, self.serving
+    async def receive_weights(self) -> None:
+        async with self._updates:
+            async for update in self._updates:
+                self.losses.append(update.info["loss"])
 
     def predict(self, inputs: Tensor) -> Tensor:
-        model = self.serving
-        version = int(model.get_buffer("version"))
-        if not self.versions or self.versions[-1] != version:
-            self.versions.append(version)
+        if not self.versions or self.versions[-1] != self._server.version:
+            self.versions.append(self._server.version)
         with torch.no_grad():
-            outputs: Tensor = model(inputs)
+            outputs: Tensor = self._model(inputs)
         return outputs
 
     def _respond(self, inputs: Tensor, answer: asyncio.Future[Tensor]) -> None:
@@ -109,23 +97,23 @@ class Server:
         loop = asyncio.get_running_loop()
         while True:
             inputs = torch.randn(1, FEATURES, generator=random)
-            asked, syncing = time.perf_counter(), self.syncing
+            asked, syncing = time.perf_counter(), self._updates.receiving
             answer: asyncio.Future[Tensor] = loop.create_future()
             loop.call_soon(self._respond, inputs, answer)  # as a server would that has just read the request
             await answer
-            (self.busy if syncing or self.syncing else self.idle).append(time.perf_counter() - asked)
+            (self.busy if syncing or self._updates.receiving else self.idle).append(time.perf_counter() - asked)
             await asyncio.sleep(pause)
 
 
-async def serve(comm: Comm, width: int, versions: int, clients: int, pause: float) -> Server:
-    server = Server(make_model(width), make_model(width))
+async def serve(comm: Comm, model: nn.Module, clients: int, pause: float) -> Predictor:
+    predictor = Predictor(comm, model)
     async with asyncio.TaskGroup() as group:
-        asking = [group.create_task(server.client(100 * comm.rank + i, pause)) for i in range(clients)]
-        await server.receive_weights(comm, versions)
-        server.predict(torch.zeros(1, FEATURES))  # the last version is asked, whatever the clients do
+        asking = [group.create_task(predictor.client(100 * comm.rank + i, pause)) for i in range(clients)]
+        await predictor.receive_weights()  # until the trainer ends
+        predictor.predict(torch.zeros(1, FEATURES))  # the last version is asked, whatever the clients do
         for task in asking:
             task.cancel()
-    return server
+    return predictor
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
@@ -153,7 +141,7 @@ async def main() -> None:
         if comm.rank == TRAINER:
             await train(comm, Trainer(make_model(args.width), seed=0), args.versions, args.steps)
         else:
-            server = await serve(comm, args.width, args.versions, args.clients, args.pause)
+            server = await serve(comm, make_model(args.width), args.clients, args.pause)
             print(f"served versions {server.versions[0]} to {server.versions[-1]} (loss {server.losses[-1]:.3f})")
             print(f"while weights were arriving: {milliseconds(server.busy)}")
             print(f"else: {milliseconds(server.idle)}")

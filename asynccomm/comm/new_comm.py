@@ -90,7 +90,7 @@ def new_comm(
     Cancelling the await is safe, also by ``asyncio.timeout``.
     """
     check_name(name)
-    where, backends, checked = _choice(backend, device, hints)
+    where, backends, checked = choice(backend, device, hints)
     options = CommOptions(
         timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT),
         hints=checked,
@@ -149,7 +149,7 @@ def join_comm(
     Cancelling the await is safe.
     """
     check_name(name)
-    where, backends, checked = _choice(backend, device, hints)
+    where, backends, checked = choice(backend, device, hints)
     if checked.get("control") == "off":
         raise ValueError("hint 'control' must be 'on' for join_comm, got 'off'")
     options = CommOptions(
@@ -169,7 +169,7 @@ def join_comm(
     return PendingComm(connect)
 
 
-def _choice(
+def choice(
     backend: str, device: str | torch.device, hints: Mapping[str, str] | None
 ) -> tuple[torch.device, dict[str, type[Backend]], dict[str, str]]:
     """The device, the backends that may be used on it, and the hints that these backends know.

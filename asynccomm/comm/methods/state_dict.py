@@ -42,8 +42,8 @@ class StateReceiver:
             number = len(self.tensors)
             first = by_address.setdefault(tensor.data_ptr(), number)
             if first != number:
-                seen.setdefault(_identity(self.tensors[first]), first)
-                number = seen.setdefault(_identity(tensor), number)
+                seen.setdefault(identity(self.tensors[first]), first)
+                number = seen.setdefault(identity(tensor), number)
             if number == len(self.tensors):
                 self.tensors.append(tensor.detach())
             self.names.append(name)
@@ -108,7 +108,7 @@ def _entries(state: object) -> Mapping[Any, Any]:
     return state
 
 
-def _identity(tensor: Tensor) -> object:
+def identity(tensor: Tensor) -> object:
     """A value that is equal for two views of the same elements, and for no other tensors."""
     if not tensor.numel():
         return object()  # an empty tensor shares no memory

@@ -1,0 +1,98 @@
+"""Comms of two processes that meet by name at a store, for pools: a lost member breaks its own pairs and no other comm.
+
+A comm breaks as a whole when it loses a rank. In a pool, where one process exchanges messages with many, each member
+therefore gets a comm of its own with that process; members may come and go, and need no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from asynccomm.comm.bootstrap import bootstrap
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import choice
+from asynccomm.comm.pending import PendingComm
+from asynccomm.ops.validation import CommInfo
+from asynccomm.options import DEFAULT_TIMEOUT, CommOptions, check_name, seconds
+from asynccomm.rendezvous.spec import RendezvousSpec, resolve_spec
+from asynccomm.store.base import Store
+
+SCOPE = "asynccomm/run"  # of keys that no launcher's run is part of: processes of several launchers may meet
+
+
+def pair_comm(
+    me: str,
+    peer: str,
+    backend: str = "auto",
+    device: str | torch.device = "cpu",
+    *,
+    store: Comm | Store | dist.Store | str | None = None,
+    timeout: float | timedelta | None = None,
+    hints: Mapping[str, str] | None = None,
+) -> PendingComm[Comm]:
+    """Make a comm with one other process; ``await`` it, or better ``async with`` it. The other process does so, too.
+
+    ::
+
+        async with asynccomm.pair_comm("trainer", "server 3", store=store) as pair:
+            await pair.send(tensor, 1)
+
+    The loss of a process breaks the pairs that it is in, and no others. A pair may be made again, with a process that
+    has taken the place of a lost one; the old pair must be closed before.
+
+    Args:
+        me, peer: the names of this process and of the other one, different, and unique among the users of the store.
+            The process whose name comes first in the order of strings is rank 0, the other one rank 1.
+        store: a store that both processes reach, see ``new_comm``; no process of a pair hosts it, so the store must be
+            there. A comm: its store.
+        backend, device, timeout, hints: see ``new_comm``.
+
+    Raises: as ``new_comm``.
+
+    Cancelling the await is safe.
+    """
+    check_name(me)
+    check_name(peer)
+    if me == peer:
+        raise ValueError(f"peer must be another process than me, got {peer!r} for both")
+    place = meeting_place(store)
+    options = CommOptions(timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT))
+    first, second = sorted((me, peer))
+    rank = 0 if me == first else 1
+    return meet(place, f"pair/{first}/{second}", rank, 2, backend, device, options, hints)
+
+
+def meeting_place(store: Comm | Store | dist.Store | str | None) -> RendezvousSpec:
+    """A rendezvous at ``store``, beside those of launchers' runs. Raises: TypeError, ValueError."""
+    if isinstance(store, Comm):
+        origin = store._session.identity.job.origin
+        assert origin is not None
+        return replace(origin.place, scope=SCOPE, hosting=False)
+    return replace(resolve_spec(store, 1, 2), scope=SCOPE)  # not rank 0, which would host the store
+
+
+def meet(
+    place: RendezvousSpec,
+    name: str,
+    rank: int,
+    size: int,
+    backend: str,
+    device: str | torch.device,
+    options: CommOptions,
+    hints: Mapping[str, str] | None = None,
+) -> PendingComm[Comm]:
+    """A comm at ``place``, as ``new_comm`` makes one."""
+    where, backends, checked = choice(backend, device, hints)
+    group = CommInfo(name, rank, size, where)
+    here = replace(place, rank=rank, size=size)
+
+    async def connect() -> Comm:
+        session = await bootstrap(here, group, backend, backends, replace(options, hints=checked))
+        return Comm(session, session.backend_name)
+
+    return PendingComm(connect)

@@ -1,0 +1,179 @@
+"""Admitting servers to a publisher: the first trainer welcomes them, and the other trainers connect with them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import final
+
+from asynccomm.control.transport.schema import MessageError
+from asynccomm.errors import AsyncCommError
+from asynccomm.store.base import within
+from asynccomm.weights.conversation import SERVER, TRAINER, Connected, Conversation, FinishedError, Offer, Welcome
+from asynccomm.weights.errors import LayoutError
+from asynccomm.weights.layout import Layout
+from asynccomm.weights.meeting import Meeting
+from asynccomm.weights.member import Member
+from asynccomm.weights.orders import Admit
+from asynccomm.weights.plan import plan
+
+_log = logging.getLogger("asynccomm")
+
+
+@final
+class Admission:
+    """The servers of one trainer.
+
+    Args:
+        meeting: the publisher's place in the store.
+        rank: of this trainer.
+        layouts: of all trainers.
+        bucket_bytes: the limit of a message.
+        seconds: for each step of a server.
+    """
+
+    def __init__(
+        self, meeting: Meeting, rank: int, layouts: Sequence[Layout], bucket_bytes: int, seconds: float
+    ) -> None:
+        self._meeting, self._rank, self._layouts = meeting, rank, layouts
+        self._bucket_bytes, self._seconds = bucket_bytes, seconds
+        self._connecting: dict[int, asyncio.Task[Member | None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._labels: dict[int, str] = {}
+        self.reason = ""  #: of a failure that ends the publisher; empty: it ends in order
+        self.refused: dict[str, LayoutError] = {}  #: by label
+        self.connected: dict[int, Member] = {}  #: on the first trainer: the servers that all trainers may send to
+
+    # -- on the first trainer -----------------------------------------------------------------------------------------
+
+    async def greet(self, order: Callable[[Admit], object], news: Callable[[int | LayoutError], object]) -> None:
+        """Welcome servers, for ever.
+
+        Args:
+            order: called with each server that the other trainers are to connect with.
+            news: called with the number of each server that is connected, and the error of each that does not fit.
+        """
+        number = 1
+        while True:
+            if await self._meeting.newcomer(number):
+                task = asyncio.create_task(self._welcome(number, order, news))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            number += 1
+
+    async def _welcome(
+        self, number: int, order: Callable[[Admit], object], news: Callable[[int | LayoutError], object]
+    ) -> None:
+        label, talk = f"server {number}", None
+        try:
+            async with within(self._seconds):
+                talk = Conversation(await self._meeting.pair(0, number, TRAINER), SERVER, label)
+                talk.say(Welcome(list(self._layouts), self._bucket_bytes))
+                offer = await talk.hear(Offer)
+                label = talk.label = offer.label
+                transfers = plan(self._layouts, offer.layout, label, strict=offer.strict)[0]
+                member = Member(number, talk, transfers, self._bucket_bytes)
+                self._connecting[number] = _completed(member)
+                order(Admit(number, label, offer.layout, offer.strict))
+                await talk.hear(Connected)
+            self.connected[number] = member
+        except BaseException as exc:
+            self._connecting.pop(number, None)
+            if talk is not None:
+                with suppress(AsyncCommError):
+                    await talk.abort(f"{type(exc).__name__}: {exc}")
+            if not isinstance(exc, (AsyncCommError, FinishedError, MessageError, TimeoutError)):
+                raise
+            _log.warning("%s could not join the trainers: %s: %s", label, type(exc).__name__, exc)
+            if isinstance(exc, LayoutError):
+                self.refused[label] = exc
+                news(exc)
+        else:
+            news(number)
+
+    def gone(self) -> list[int]:
+        """Take the connected servers that have ended the exchange out of the list; returns their numbers."""
+        found = [number for number, member in self.connected.items() if member.talk.ended is not None]
+        for number in found:
+            del self.connected[number]
+        return found
+
+    def present(self) -> tuple[str, ...]:
+        """The labels of the connected servers."""
+        return tuple(member.label for member in self.connected.values() if member.talk.ended is None)
+
+    # -- on all trainers ----------------------------------------------------------------------------------------------
+
+    def admit(self, order: Admit) -> None:
+        """Start to connect with a server, unless this trainer has done so."""
+        self._labels[order.number] = order.label
+        if order.number not in self._connecting:
+            self._connecting[order.number] = asyncio.create_task(self._connect(order))
+
+    async def _connect(self, order: Admit) -> Member | None:
+        transfers = plan(self._layouts, order.layout, order.label, strict=order.strict)[self._rank]
+        if not transfers:
+            return None
+        comm = await self._meeting.pair(self._rank, order.number, TRAINER)
+        return Member(order.number, Conversation(comm, SERVER, order.label), transfers, self._bucket_bytes)
+
+    async def members(self, numbers: Sequence[int]) -> tuple[list[Member], dict[int, str]]:
+        """The servers ``numbers`` that get weights from this trainer, and the reasons for those not connected."""
+        found: list[Member] = []
+        lost: dict[int, str] = {}
+        for number in numbers:
+            task = self._connecting.get(number)
+            if task is None:
+                lost[number] = "it was not admitted"
+                continue
+            try:
+                member = await asyncio.shield(task)
+            except (AsyncCommError, TimeoutError) as exc:
+                lost[number] = f"{type(exc).__name__}: {exc}"
+            else:
+                if member is not None:
+                    found.append(member)
+        return found, lost
+
+    def labels(self, numbers: Sequence[int]) -> dict[int, str]:
+        """The labels of servers by number."""
+        return {number: self._labels[number] for number in numbers}
+
+    async def drop(self, number: int, reason: str) -> None:
+        """End the exchange with a server, which may be lost."""
+        self.connected.pop(number, None)
+        self._labels.pop(number, None)
+        task = self._connecting.pop(number, None)
+        member = await _result(task)
+        if member is not None:
+            await member.talk.abort(reason)
+
+    async def aclose(self) -> None:
+        """End the exchange with all servers."""
+        for welcoming in list(self._tasks):
+            welcoming.cancel()
+            await asyncio.wait([welcoming])
+        members = [await _result(task) for task in self._connecting.values()]
+        talks = [member.talk for member in members if member is not None]
+        await asyncio.gather(*(talk.abort(self.reason) if self.reason else talk.aclose() for talk in talks))
+        self._connecting.clear()
+        self.connected.clear()
+
+
+async def _result(task: asyncio.Task[Member | None] | None) -> Member | None:
+    """The member that ``task`` connects, if it has connected by now."""
+    if task is None:
+        return None
+    if not task.done():
+        task.cancel()
+    await asyncio.wait([task])
+    return None if task.cancelled() or task.exception() is not None else task.result()
+
+
+def _completed(member: Member) -> asyncio.Task[Member | None]:
+    async def give() -> Member | None:
+        return member
+
+    return asyncio.create_task(give())

@@ -1,0 +1,223 @@
+"""The control messages between one trainer and one server, over their pair comm.
+
+A job is one transfer of one version: a push, or the delivery of the newest version to a late server::
+
+    trainer                          server
+                              <-     Ready(), ahead of the job: the second copy of the weights is free
+    Begin(job, version)       ->     (the first trainer sends it)
+    Go(job, attempt, fan)     ->     receives the buckets, over the pair or a fan
+                              <-     Done(job, attempt, error)
+    Commit(job)               ->     the version is complete
+    or Abandon(job, reason)   ->     the version before stays
+
+All trainers of a server send the same end of a job. ``transmission`` describes the messages with buckets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import suppress
+from typing import Any, Final, TypeAlias, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.comm.comm import Comm
+from asynccomm.control.transport.schema import Message, TaggedMessage, dumps, loads
+from asynccomm.core.work import Work
+from asynccomm.errors import AsyncCommError, PayloadError
+from asynccomm.weights.layout import Slice
+
+__all__ = ["Conversation", "FinishedError", "Route"]
+
+TRAINER, SERVER = 0, 1  # ranks in a pair comm
+STOP, GO = 0, 1  # headers
+CLOSE_SECONDS: Final = 2.0  # for the other side to answer the last message
+
+
+@final
+class Fan(Message, frozen=True):
+    """A comm of one trainer and several servers that want the same."""
+
+    key: int  #: names the comm among those of the trainer
+    rank: int  #: of the addressed server
+    size: int
+
+
+@final
+class Welcome(TaggedMessage, frozen=True):
+    trainers: list[dict[str, Slice]]  #: the layout of each
+    bucket_bytes: int
+
+
+@final
+class Offer(TaggedMessage, frozen=True):
+    """A server's answer to the welcome."""
+
+    label: str
+    layout: dict[str, Slice]
+    strict: bool
+
+
+@final
+class Connected(TaggedMessage, frozen=True):
+    """The server is connected with all trainers that it needs."""
+
+
+class JobMessage(TaggedMessage, frozen=True):
+    job: int
+
+
+class TrainerMessage(JobMessage, frozen=True):
+    """A message in the part of a job in which the trainer leads."""
+
+
+class Ending(TrainerMessage, frozen=True):
+    """The end of a job."""
+
+
+@final
+class Begin(JobMessage, frozen=True):
+    version: int
+    info: Any = None  #: any JSON value, from the caller of the push
+
+
+@final
+class Ready(TaggedMessage, frozen=True):
+    """The server takes the next version; good for the attempts of one job."""
+
+
+@final
+class Go(TrainerMessage, frozen=True):
+    attempt: int
+    fan: Fan | None = None  #: None: the pair
+
+
+@final
+class Done(JobMessage, frozen=True):
+    attempt: int
+    error: str = ""  #: empty: everything has arrived
+
+
+@final
+class Commit(Ending, frozen=True):
+    pass
+
+
+@final
+class Abandon(Ending, frozen=True):
+    reason: str
+
+
+AnyMessage: TypeAlias = Welcome | Offer | Connected | Begin | Ready | Go | Done | Commit | Abandon
+M = TypeVar("M", bound=TaggedMessage)
+
+
+@final
+class FinishedError(Exception):
+    """The other side has ended the conversation in order."""
+
+
+@final
+class Conversation:
+    """The messages of one pair comm, which the conversation closes at its end."""
+
+    def __init__(self, comm: Comm, peer: int, label: str) -> None:
+        self.comm = comm
+        self.label = label  #: of the other side, for errors
+        self._sink = comm.sink(peer)
+        self._heard: list[TaggedMessage] = []
+        self._news = asyncio.Event()
+        self._ended: Exception | None = None
+        self._reading = asyncio.create_task(self._read(peer))
+
+    @property
+    def ended(self) -> Exception | None:
+        """FinishedError, or the error that broke the comm."""
+        return self._ended
+
+    def say(self, message: AnyMessage) -> None:
+        """Send ``message``; errors show in :meth:`hear`."""
+        if self._ended is not None:
+            return
+        with suppress(AsyncCommError):
+            self._sink.put(dumps(message)).add_done_callback(_observe)
+
+    async def hear(self, kind: type[M], job: int | None = None) -> M:
+        """The next message of ``kind``, of ``job`` alone; messages of earlier jobs are dropped. One task per kind.
+
+        Raises: FinishedError, BrokenError, PayloadError.
+        """
+        while True:
+            for message in list(self._heard):
+                if not isinstance(message, kind):
+                    continue
+                self._heard.remove(message)
+                if job is None or (isinstance(message, JobMessage) and message.job == job):
+                    return message
+            if self._ended is not None:
+                raise self._ended
+            self._news.clear()
+            await self._news.wait()
+
+    async def _read(self, peer: int) -> None:
+        try:
+            async for text in self.comm.stream(peer):
+                self._heard.append(loads(AnyMessage, text))
+                self._news.set()
+            self._ended = FinishedError(f"{self.label} has ended the exchange of weights")
+            with suppress(AsyncCommError):
+                self._sink.close().add_done_callback(_observe)  # the answer, for which the other side waits
+        except AsyncCommError as exc:
+            self._ended = exc
+        except Exception as exc:  # of any damaged message
+            self._ended = PayloadError(f"a message of {self.label} cannot be read: {type(exc).__name__}: {exc}")
+        finally:
+            self._news.set()
+
+    async def aclose(self) -> None:
+        """End the conversation in order: the other side gets a FinishedError. No bucket may be on its way."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._sink.close()
+                await asyncio.wait([self._reading])
+        except TimeoutError:
+            self.comm.abort(f"{self.label} did not answer when the exchange of weights was to end")
+        except AsyncCommError:
+            pass
+        await self._end()
+
+    async def abort(self, reason: str) -> None:
+        """End the conversation at once: the other side gets an AbortedError."""
+        self.comm.abort(reason)
+        await self._end()
+
+    async def _end(self) -> None:
+        await asyncio.wait([self._reading])  # it ends with the comm, at the latest
+        await self.comm.aclose()
+
+
+def _observe(work: Work[Any]) -> None:
+    work.exception()
+
+
+@final
+class Route:
+    """The way of buckets from a trainer to one server, over their pair, or to several, over a fan."""
+
+    def __init__(self, comm: Comm, *, fan: bool) -> None:
+        self.comm = comm
+        self.fan = fan
+
+    def header(self, value: int) -> Tensor:
+        return torch.full((1,), value, dtype=torch.int64, device=self.comm.device)
+
+    def send(self, tensor: Tensor) -> Work[Tensor]:
+        return self.comm.broadcast(tensor, TRAINER) if self.fan else self.comm.send(tensor, SERVER)
+
+    def receive(self, tensor: Tensor) -> Work[Tensor]:
+        """Post a receive; the trainer may take any time."""
+        if self.fan:
+            return self.comm.broadcast(tensor, TRAINER, timeout=math.inf)
+        return self.comm.recv(tensor, TRAINER, timeout=math.inf)

@@ -1,0 +1,145 @@
+"""The place in the store where the trainers of a publisher and its servers meet.
+
+Keys, under the publisher's name::
+
+    publishers             the number of publishers so far: a publisher that is started again gets the next one
+    <p>/open               settings of publisher p, once it accepts servers
+    <p>/servers            the number of servers that have asked to join publisher p
+    <p>/server/<n>         exists when server n waits for its welcome
+    <p>/pair/<t>/<n>       the rendezvous of the comm of trainer t and server n
+    <p>/fan/<t>/<k>        the rendezvous of a comm of trainer t and several servers
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Self, final
+
+import torch
+from torch import distributed as dist
+
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.pairs import meet, meeting_place
+from asynccomm.comm.pending import PendingComm
+from asynccomm.control.timing import CONNECT_SECONDS
+from asynccomm.control.transport.schema import Message, dumps, loads
+from asynccomm.errors import StoreTimeoutError
+from asynccomm.options import CommOptions, check_name
+from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
+from asynccomm.store.base import Store
+
+__all__ = ["Meeting", "PublisherSettings"]
+
+LOOK_SECONDS: Final = 2.0  # between looks for a server that took a number and was lost before it wrote its key
+
+
+@final
+class PublisherSettings(Message, frozen=True):
+    """The settings of a publisher that its servers need."""
+
+    backend: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One publisher's place in the store."""
+
+    session: StoreSession
+    name: str
+    place: RendezvousSpec  #: of this name
+    backend: str
+    device: torch.device
+    timeout: float  #: seconds, of the comms
+    hints: Mapping[str, str] | None
+    publisher: int = 0  #: 0: not known yet
+
+    @classmethod
+    async def open(
+        cls,
+        store: Comm | Store | dist.Store | str | None,
+        name: str,
+        backend: str,
+        device: torch.device,
+        timeout: float,
+        hints: Mapping[str, str] | None,
+    ) -> Self:
+        """Connect to the store. Cancelling is safe. Raises: ValueError, TypeError, RendezvousError."""
+        check_name(name)
+        place = meeting_place(store)
+        session = await connect_store(place, timeout)
+        here = replace(place, store=session.store, path=None, scope=f"asynccomm/run/weights/{name}")
+        return cls(session, name, here, backend, device, timeout, hints)
+
+    @property
+    def _room(self) -> Store:
+        return self.session.store.prefix(self.place.scope)
+
+    # -- for trainers -------------------------------------------------------------------------------------------------
+
+    async def register(self) -> int:
+        """A number for a new publisher."""
+        return await self._room.add("publishers", 1)
+
+    def of(self, publisher: int) -> Self:
+        """The place of this publisher."""
+        return replace(self, publisher=publisher)
+
+    async def accept(self) -> None:
+        """Let servers find the publisher."""
+        await self._room.set(f"{self.publisher}/open", dumps(PublisherSettings(self.backend)))
+
+    async def newcomer(self, number: int) -> bool:
+        """Wait for server ``number``. Returns whether it has come; False: it was lost before, and others wait."""
+        room = self._room.prefix(str(self.publisher))
+        while True:
+            try:
+                await room.wait([f"server/{number}"], LOOK_SECONDS)
+            except StoreTimeoutError:
+                if await room.add("servers", 0) > number and not await room.check([f"server/{number}"]):
+                    return False
+            else:
+                return True
+
+    # -- for servers --------------------------------------------------------------------------------------------------
+
+    async def find(self, least: int) -> Self:
+        """Wait for the newest publisher, from number ``least`` on."""
+        number = max(least, await self._room.add("publishers", 0))
+        text = await self._room.get(f"{number}/open", self.timeout)
+        settings = loads(PublisherSettings, text)
+        return replace(self, publisher=number, backend=settings.backend)
+
+    async def replaced(self) -> None:
+        """Wait until a newer publisher opens: this one may be lost, with keys that are left in the store."""
+        await self._room.wait([f"{self.publisher + 1}/open"], math.inf)
+
+    async def enter(self) -> int:
+        """Ask to join the publisher; returns this server's number."""
+        room = self._room.prefix(str(self.publisher))
+        number = await room.add("servers", 1)
+        await room.set(f"server/{number}", b"")
+        return number
+
+    # -- for both -----------------------------------------------------------------------------------------------------
+
+    def pair(self, trainer: int, server: int, rank: int) -> PendingComm[Comm]:
+        """The comm of a trainer and a server."""
+        return self._meet(f"pair/{trainer}/{server}", rank, 2, self.timeout)
+
+    async def fan(self, trainer: int, key: int, rank: int, size: int) -> Comm:
+        """Make a comm of a trainer and several servers. Cancelling is safe. Raises: RendezvousError, BackendError."""
+        comm = await self._meet(f"fan/{trainer}/{key}", rank, size, min(CONNECT_SECONDS, self.timeout))
+        comm.set_timeout(self.timeout)
+        return comm
+
+    def _meet(self, name: str, rank: int, size: int, limit: float) -> PendingComm[Comm]:
+        place = replace(self.place, scope=f"{self.place.scope}/{self.publisher}")
+        whole = f"{self.name}/{self.publisher}/{name}"
+        return meet(place, whole, rank, size, self.backend, self.device, CommOptions(timeout=limit), self.hints)
+
+    async def aclose(self) -> None:
+        """Disconnect from the store."""
+        await self.session.aclose()

@@ -1,0 +1,192 @@
+"""A trainer's side of one server: their conversation, and the buckets that this trainer sends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import Tensor
+
+from asynccomm.comm.comm import Comm
+from asynccomm.errors import AsyncCommError, BrokenError
+from asynccomm.store.base import within
+from asynccomm.weights.buckets import Bucket, cut, total
+from asynccomm.weights.conversation import Conversation, Done, Fan, FinishedError, Go, Ready, Route
+from asynccomm.weights.layout import Layout
+from asynccomm.weights.meeting import Meeting
+from asynccomm.weights.plan import Transfer
+from asynccomm.weights.transmission import send
+
+
+@final
+class Member:
+    """One server, as one trainer sees it.
+
+    Args:
+        number: identifies the server among those of the publisher.
+        transfers: the part of this trainer in the server's plan.
+        bucket_bytes: the limit of a message.
+    """
+
+    def __init__(self, number: int, talk: Conversation, transfers: Sequence[Transfer], bucket_bytes: int) -> None:
+        self.number = number
+        self.talk = talk
+        self.label = talk.label
+        self.transfers = tuple(transfers)
+        self.buckets: list[Bucket] = cut(transfers, bucket_bytes)
+        self.nbytes = total(self.buckets)
+        self._ready = False  # the server takes the next version
+        self.version = 0  #: on the first trainer: the last version that the server has got
+
+    async def wait_ready(self) -> None:
+        """Wait until the server takes a version. Cancelling is safe. Raises: FinishedError, AsyncCommError."""
+        if not self._ready:
+            await self.talk.hear(Ready)
+            self._ready = True
+
+    def go(self, order: Go) -> None:
+        """Let the server receive."""
+        self._ready = False
+        self.talk.say(order)
+
+
+@final
+@dataclass(slots=True)
+class Delivery:
+    """One version on its way from one trainer to servers."""
+
+    job: int
+    tensors: Mapping[str, Tensor]
+    layout: Layout
+    nbytes: int = 0  #: of tensors that were sent; once for each broadcast
+    lost: dict[int, str] = field(default_factory=dict)  #: the reason for each server that was lost, by number
+
+
+@final
+class Dispatch:
+    """Sends one version to several servers, over pairs and fans.
+
+    Servers that want the same of this trainer form a fan, where each bucket is broadcast. A fan breaks when it loses a
+    server. The others then get the version again, each over its pair.
+
+    Args:
+        meeting: the store where fans meet.
+        rank: of this trainer.
+        seconds: for each step of a server, until the server counts as lost.
+        fans: whether to make fans.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, seconds: float, *, fans: bool) -> None:
+        self._meeting, self._rank, self._seconds, self._makes_fans = meeting, rank, seconds, fans
+        self._fans: dict[tuple[int, ...], tuple[int, Comm]] = {}  # by members: the key, and the comm
+        self._last_key = 0
+
+    async def run(self, task: Delivery, members: Sequence[Member]) -> None:
+        """Send to all ``members``, and record in ``task`` the servers that were lost.
+
+        After a cancellation no operation reads the tensors any more, and the servers wait for the end of the job.
+        """
+        groups: dict[tuple[Transfer, ...] | int, list[Member]] = {}
+        for member in members:
+            groups.setdefault(member.transfers if self._makes_fans else member.number, []).append(member)
+        async with asyncio.TaskGroup() as tasks:
+            for group in groups.values():
+                tasks.create_task(self._serve(task, group))
+
+    async def _serve(self, task: Delivery, group: Sequence[Member]) -> None:
+        """Send to servers that want the same."""
+        ready = await self._each(task, group, lambda member: member.wait_ready())
+        attempt = 0
+        if len(ready) > 1 and ready[0].buckets:
+            ready = await self._over_fan(task, ready)
+            attempt = 1
+
+        async def over_pair(member: Member) -> None:
+            member.go(Go(task.job, attempt))
+            await send(Route(member.talk.comm, fan=False), member.buckets, task.tensors, task.layout)
+            task.nbytes += member.nbytes
+            if error := await _answer(member, task.job, attempt):
+                raise BrokenError(error)
+
+        await self._each(task, ready, over_pair)
+
+    async def _over_fan(self, task: Delivery, group: Sequence[Member]) -> list[Member]:
+        """Broadcast to ``group``; returns the servers that live and have not received everything."""
+        numbers = tuple(member.number for member in group)
+        key, comm = self._fans.get(numbers, (self._last_key + 1, None))
+        for rank, member in enumerate(group, 1):
+            member.go(Go(task.job, 0, Fan(key, rank, len(group) + 1)))
+        try:
+            if comm is None:
+                self._last_key = key
+                comm = await self._new_fan(numbers, key)
+            await send(Route(comm, fan=True), group[0].buckets, task.tensors, task.layout)
+            task.nbytes += group[0].nbytes
+        except AsyncCommError as exc:
+            await self._drop_fan(numbers, f"{type(exc).__name__}: {exc}")
+        failed: list[Member] = []
+
+        async def hear(member: Member) -> None:
+            if await _answer(member, task.job, 0):
+                failed.append(member)
+
+        if len(await self._each(task, group, hear)) < len(group) or failed:
+            await self._drop_fan(numbers, "not all servers have received everything")
+        return failed
+
+    async def _new_fan(self, numbers: tuple[int, ...], key: int) -> Comm:
+        """A comm with the servers ``numbers``, in place of others that they are in. Raises: AsyncCommError."""
+        for old in [old for old in self._fans if {*old} & {*numbers}]:
+            _, comm = self._fans.pop(old)
+            await comm.aclose()
+        comm = await self._meeting.fan(self._rank, key, 0, len(numbers) + 1)
+        self._fans[numbers] = key, comm
+        return comm
+
+    async def _each(
+        self,
+        task: Delivery,
+        members: Sequence[Member],
+        step: Callable[[Member], Awaitable[object]],
+    ) -> list[Member]:
+        """Run ``step`` for all ``members`` at once; returns those for which it succeeded."""
+        kept: list[Member] = []
+
+        async def one(member: Member) -> None:
+            try:
+                async with within(self._seconds):
+                    await step(member)
+            except TimeoutError as exc:
+                silent = not isinstance(exc, AsyncCommError)
+                task.lost[member.number] = f"no answer within {self._seconds:g} s" if silent else str(exc)
+            except (AsyncCommError, FinishedError) as exc:
+                task.lost[member.number] = f"{type(exc).__name__}: {exc}"
+            else:
+                kept.append(member)
+
+        async with asyncio.TaskGroup() as tasks:
+            for member in members:
+                tasks.create_task(one(member))
+        return sorted(kept, key=lambda member: member.number)
+
+    async def _drop_fan(self, numbers: tuple[int, ...], reason: str) -> None:
+        known = self._fans.pop(numbers, None)
+        if known is not None:
+            known[1].abort(reason)
+            await known[1].aclose()
+
+    async def aclose(self) -> None:
+        """Close the fans."""
+        while self._fans:
+            _, (_, comm) = self._fans.popitem()
+            await comm.aclose()
+
+
+async def _answer(member: Member, job: int, attempt: int) -> str:
+    """The error with which ``member`` ended the attempt; empty: it has received everything."""
+    while True:
+        done = await member.talk.hear(Done, job)
+        if done.attempt == attempt:
+            return done.error

@@ -1,0 +1,87 @@
+"""Servers that are lost while they join, and servers of only some trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+
+from asynccomm import MemoryStore
+from asynccomm.testing import loopback_world
+from asynccomm.weights import Publisher, Server, Shard
+from asynccomm.weights.admission import Admission
+from asynccomm.weights.conversation import SERVER, TRAINER, Connected, Conversation, Offer, Welcome
+from asynccomm.weights.meeting import Meeting
+from asynccomm.weights.orders import Admit
+from tests.waiting import until
+
+from .scenes import Served, state
+from .test_plan import part
+
+LAYOUT = {"a": part((4,))}
+
+
+async def place() -> Meeting:
+    meeting = await Meeting.open(MemoryStore(), "w", "loopback", torch.device("cpu"), 10, None)
+    return meeting.of(1)
+
+
+async def join(meeting: Meeting) -> Conversation:
+    """A server that has its welcome."""
+    talk = Conversation(await meeting.pair(0, await meeting.enter(), SERVER), TRAINER, "trainer 0")
+    await talk.hear(Welcome)
+    return talk
+
+
+async def test_a_server_that_is_lost_while_it_joins_holds_no_other_up(caplog: pytest.LogCaptureFixture) -> None:
+    meeting = await place()
+    admission = Admission(meeting, 0, [LAYOUT], 64, 10)
+    orders: list[Admit] = []
+    news: list[object] = []
+    greeting = asyncio.ensure_future(admission.greet(orders.append, news.append))
+    lost = await join(meeting)
+    await lost.abort("out of memory")
+    other = await join(meeting)
+    other.say(Offer("other", LAYOUT, True))
+    await until(lambda: orders)
+    assert admission.present() == ()
+    other.say(Connected())
+    await until(lambda: news)
+    assert (news, admission.present()) == ([2], ("other",))
+    assert orders == [Admit(2, "other", LAYOUT, True)]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "server 1 could not join the trainers: AbortedError: aborted by rank 1: out of memory" in caplog.text
+    assert (await admission.members([1, 2]))[1] == {1: "it was not admitted"}
+    await asyncio.gather(other.aclose())
+    await until(lambda: admission.gone() == [2])
+    greeting.cancel()
+    await asyncio.wait([greeting])
+    await admission.aclose()
+
+
+async def test_a_server_is_connected_with_the_trainers_that_it_needs() -> None:
+    async with loopback_world(3) as comms:
+        halves = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+        states = [{"a": halves[0]}, {"a": halves[1]}, {}]
+        shards = [{"a": Shard(0, 0, 2)}, {"a": Shard(0, 1, 2)}, {}]
+        second = Served(comms[0], {"a": torch.zeros(2)}, shards={"a": Shard(0, 1, 2)})
+        all_of_them = [
+            Publisher(comm, each, shards=own, servers=1) for comm, each, own in zip(comms, states, shards, strict=True)
+        ]
+        await asyncio.gather(*(publisher.__aenter__() for publisher in all_of_them))
+        assert len(second.updates._links) == 2  # the first, which gives orders, and the one with its half
+        await asyncio.gather(*(publisher.push() for publisher in all_of_them))
+        await second.reached(1)
+        assert torch.equal(second.tensors["a"], halves[1])
+        await asyncio.gather(*(publisher.__aexit__(None, None, None) for publisher in all_of_them))
+        await second.end()
+
+
+async def test_a_server_gives_up_after_its_time_limit() -> None:
+    server = Server(state(), store=MemoryStore(), timeout=0.01)
+    with pytest.raises(TimeoutError):
+        await server.updates().__aenter__()
+    with pytest.raises(TimeoutError):  # and is free for another attempt
+        await server.updates().__aenter__()

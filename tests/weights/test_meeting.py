@@ -1,0 +1,61 @@
+"""Publishers and servers find each other in a store that outlives them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asynccomm import MemoryStore, StoreTimeoutError
+from asynccomm.weights import meeting as module
+from asynccomm.weights.meeting import Meeting
+
+
+async def place(store: MemoryStore, timeout: float = 10, name: str = "w") -> Meeting:
+    return await Meeting.open(store, name, "loopback", torch.device("cpu"), timeout, None)
+
+
+async def test_a_server_finds_the_newest_publisher() -> None:
+    store = MemoryStore()
+    server = await place(store)
+    finding = asyncio.ensure_future(server.find(1))
+    for number in (1, 2):
+        trainer = await place(store)
+        assert await trainer.register() == number
+        await trainer.of(number).accept()
+        assert (await finding).publisher == number
+        finding = asyncio.ensure_future(server.find(number + 1))
+        await asyncio.sleep(0)
+        assert not finding.done()
+    finding.cancel()
+    assert (await server.find(1)).publisher == 2
+    assert (await server.find(1)).backend == "loopback"
+    with pytest.raises(StoreTimeoutError):
+        await (await place(store, 0.01, "another")).find(1)
+
+
+async def test_servers_are_met_in_order_also_after_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    store = MemoryStore()
+    meeting = (await place(store)).of(1)
+    coming = asyncio.ensure_future(meeting.newcomer(1))
+    await asyncio.sleep(0.02)
+    assert not coming.done()
+    assert await meeting.enter() == 1
+    assert await coming
+    await store.add("asynccomm/run/weights/w/1/servers", 1)  # a server that was lost before it wrote its key
+    assert await meeting.enter() == 3
+    assert not await meeting.newcomer(2)
+    assert await meeting.newcomer(3)
+
+
+async def test_pairs_and_fans() -> None:
+    meeting = (await place(MemoryStore(), 7)).of(1)
+    pair = await asyncio.gather(meeting.pair(0, 1, 0), meeting.pair(0, 1, 1))
+    fan = await asyncio.gather(*(meeting.fan(0, 1, rank, 3) for rank in range(3)))
+    assert [comm.rank for comm in (*pair, *fan)] == [0, 1, 0, 1, 2]
+    assert {comm.options.timeout for comm in fan} == {7}
+    assert {comm.name for comm in pair} == {"w/1/pair/0/1"}
+    await asyncio.gather(*(comm.aclose() for comm in (*pair, *fan)))
+    await meeting.aclose()

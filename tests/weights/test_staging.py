@@ -1,0 +1,86 @@
+"""The second copy of the weights changes places with the first, or is copied."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from asynccomm.ops.validation import CommInfo
+from asynccomm.weights.layout import State, collect
+from asynccomm.weights.staging import Staging
+
+OWN = CommInfo("test", 0, 1, torch.device("cpu"))
+
+
+def staging(state: State, *, in_place: bool = False) -> Staging:
+    read = partial(collect, state, OWN, written=True)
+    return Staging(read, swaps=isinstance(state, nn.Module), in_place=in_place)
+
+
+def receive(copy: Staging, value: float) -> None:
+    for tensor in copy.tensors.values():
+        tensor.fill_(value)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(4, 2))
+        self.part = nn.Parameter(self.fused.detach()[:2])
+        self.head = nn.Linear(3, 3)
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = nn.Parameter(self.head.weight.detach())  # another object in the same memory
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+
+def test_tensors_of_a_module_change_places_and_stay_tied() -> None:
+    model = Model()
+    copy = staging(model)
+    old, new = model.head.weight.data_ptr(), copy.tensors["head.weight"].data_ptr()
+    assert "tied.weight" not in copy.tensors
+    for value in (1, 2, 3):
+        receive(copy, value)
+        copy.apply()
+        assert {parameter.data_ptr() for parameter in (model.head.weight, model.tied.weight)} == {
+            new if value % 2 else old
+        }
+        assert {float(tensor.mean()) for tensor in model.state_dict().values() if tensor.is_floating_point()} == {value}
+        assert model.step.item() == value
+    assert isinstance(model.head.weight, nn.Parameter)
+    model.head(torch.ones(3)).sum().backward()
+
+
+def test_a_view_keeps_its_memory() -> None:
+    model = Model()
+    copy, address = staging(model), model.part.data_ptr()
+    receive(copy, 1)
+    copy.tensors["part"].fill_(7)
+    copy.apply()
+    assert model.part.data_ptr() == address
+    assert model.part.eq(7).all()
+
+
+def test_values_of_a_mapping_are_copied_into() -> None:
+    state = {"a": torch.zeros(3)}
+    copy, address = staging(state), state["a"].data_ptr()
+    receive(copy, 5)
+    assert not state["a"].any()
+    copy.apply()
+    assert (state["a"].data_ptr(), state["a"].tolist()) == (address, [5, 5, 5])
+
+
+def test_in_place_there_is_no_copy() -> None:
+    state = {"a": torch.zeros(3)}
+    copy = staging(state, in_place=True)
+    assert copy.tensors["a"].data_ptr() == state["a"].data_ptr()
+
+
+def test_other_tensors_than_at_the_start() -> None:
+    state = {"a": torch.zeros(3), "b": torch.zeros(1)}
+    copy = staging(state)
+    state["a"] = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"these are others: \['a'\]"):
+        copy.apply()

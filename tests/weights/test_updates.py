@@ -1,0 +1,191 @@
+"""Versions take effect between requests, in order, and never in parts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from torch import nn
+
+from asynccomm.testing import loopback_world
+from asynccomm.weights import PushAbandonedError, Server
+from tests.waiting import until
+
+from .scenes import LIMIT, Gate, Served, content, fill, publishers, state
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict())
+
+
+async def test_requests_see_one_version_while_the_next_arrives() -> None:
+    sizes = [(300, 200), (200, 100), (100, 300)]  # copied in threads, and in several messages
+    models = [
+        nn.Sequential(*(nn.Linear(a, b, dtype=dtype) for a, b in sizes)) for dtype in (torch.float64, torch.float32)
+    ]
+    source, target = models
+    for model in models:
+        for parameter in model.parameters():
+            parameter.detach().zero_()
+    seen, while_receiving = set(), 0
+    async with loopback_world(1) as comms:
+        served = Served(comms[0], target)
+
+        async def answer() -> None:
+            nonlocal while_receiving
+            while True:
+                while_receiving += served.updates.receiving
+                seen.add(content(tensors_of(target)))
+                await asyncio.sleep(0)
+
+        async with publishers(comms, [source], servers=1, bucket_mb=0.2) as (publisher,):
+            answering = asyncio.create_task(answer())
+            for version in range(1, 6):
+                for parameter in source.parameters():
+                    parameter.detach().fill_(version)
+                await publisher.push()
+            await served.reached(5)
+            answering.cancel()
+        assert served.versions == [1, 2, 3, 4, 5]
+        assert while_receiving
+        assert {*range(1, 6)} - {5} <= seen <= {*range(6)}
+        assert served.server.version == content(tensors_of(target)) == 5
+
+
+async def test_a_version_waits_for_its_apply_and_holds_the_next_one_back() -> None:
+    async with loopback_world(1) as comms:
+        mine, theirs = state(1), state()
+        server = Server(theirs, store=comms[0], label="s")
+        async with asyncio.timeout(LIMIT), publishers(comms, [mine]) as (publisher,), server.updates() as updates:
+            await until(lambda: publisher.servers)
+            await publisher.push()
+            fill(mine, 2)
+            pushing = asyncio.create_task(publisher.push(info={"loss": 0.5}))
+            first = await anext(updates)
+            assert (first.version, first.info, repr(first)) == (1, None, "<Update to version 1>")
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not pushing.done()
+            assert (content(theirs), server.version) == (0, 0)
+            first.apply()
+            first.apply()
+            assert (content(theirs), server.version) == (1, 1)
+            await pushing
+            second = await anext(updates)
+            assert (second.version, second.info) == (2, {"loss": 0.5})
+            with pytest.raises(RuntimeError, match="server 's' has open updates"):
+                await server.updates().__aenter__()
+            third = asyncio.create_task(anext(updates))
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="version 2 was not applied in its turn"):
+                second.apply()
+            fill(mine, 3)
+            await publisher.push()
+            (await third).apply()
+            assert (content(theirs), server.version) == (3, 3)
+
+
+async def test_a_slow_reader_of_automatic_updates_gets_the_newest() -> None:
+    async with loopback_world(1) as comms:
+        server = Server(state(), store=comms[0])
+        async with publishers(comms, [state(1)]) as (publisher,), server.updates(automatic=True) as updates:
+            await until(lambda: publisher.servers)
+            for _ in range(3):
+                await publisher.push()
+            await until(lambda: server.version == 3)
+            assert (await anext(updates)).version == 3
+
+
+async def test_in_place_a_version_arrives_when_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as comms:
+        mine, theirs = state(1, dtype=torch.float64), state()
+        server = Server(theirs, store=comms[0], in_place=True)
+        made = publishers(comms, [mine], bucket_mb=2e-5)
+        async with asyncio.timeout(LIMIT), made as (publisher,), server.updates() as updates:
+            await until(lambda: publisher.servers)
+            pushing = asyncio.create_task(publisher.push())
+            first = await anext(updates)
+            with pytest.raises(RuntimeError, match=r"version 1 arrives in place: await update\.receive"):
+                first.apply()
+            with pytest.raises(RuntimeError, match="before the next one"):
+                await anext(updates)
+            assert content(theirs) == 0
+            await first.receive()
+            assert (content(theirs), server.version) == (1, 1)
+            first.apply()
+            await pushing
+            fill(mine, 2)
+            gate = Gate(monkeypatch, 2)
+            pushing = asyncio.create_task(publisher.push())
+            second = await anext(updates)
+            receiving = asyncio.ensure_future(second.receive())
+            await gate.blocked(1)
+            pushing.cancel()
+            with pytest.raises(PushAbandonedError, match="trainer 0 cancelled it"):
+                await receiving
+            assert len({float(tensor.mean()) for tensor in theirs.values()}) > 1  # as receive() warns
+            assert server.version == 1
+            gate.open.set()
+            pushing = asyncio.create_task(publisher.push())
+            await (await anext(updates)).receive()
+            await pushing
+            assert content(theirs) == server.version == 2
+
+
+async def test_in_place_and_automatic() -> None:
+    async with loopback_world(1) as comms:
+        model = nn.Linear(2, 2)
+        address = model.weight.data_ptr()
+        served = Served(comms[0], model, in_place=True)
+        async with publishers(comms, [nn.Linear(2, 2)], servers=1) as (publisher,):
+            await publisher.push()
+            await served.reached(1)
+        assert model.weight.data_ptr() == address
+
+
+async def test_updates_end_with_the_publisher_and_may_be_opened_again() -> None:
+    async with loopback_world(1) as comms:
+        server = Server(state(), store=comms[0], timeout=10)
+        for value in (1, 2):
+            updates = server.updates(automatic=True)
+            joining = asyncio.ensure_future(updates.__aenter__())  # the second waits for a new publisher
+            async with publishers(comms, [state(value)], servers=1) as (publisher,):
+                await publisher.push()
+                await joining
+                assert (await anext(updates)).version == 1
+            with pytest.raises(StopAsyncIteration):
+                await anext(updates)
+            await updates.__aexit__(None, None, None)
+            with pytest.raises(RuntimeError, match="entered before"):
+                await updates.__aenter__()
+        with pytest.raises(RuntimeError, match="not open"):
+            await anext(server.updates())
+
+
+async def test_the_keys_of_a_lost_publisher_do_not_hold_a_server_up() -> None:
+    async with loopback_world(1) as comms:
+        async with publishers(comms, [state(1)]):
+            pass
+        served = Served(comms[0], state())  # finds a publisher that is no longer there
+        await until(lambda: served.updates._site.occupied)
+        async with publishers(comms, [state(1)], servers=1) as (publisher,):
+            await publisher.push()
+            await served.reached(1)
+
+
+async def test_a_server_leaves_while_a_version_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as comms:
+        mine = state(1, dtype=torch.float64)
+        staying, leaving = Served(comms[0], state()), Served(comms[0], state(), label="leaving")
+        async with publishers(comms, [mine], servers=2, bucket_mb=2e-5) as (publisher,):
+            gate = Gate(monkeypatch, 1)
+            pushing = asyncio.create_task(publisher.push())
+            await gate.blocked(1)
+            await leaving.leave()
+            gate.open.set()
+            result = await pushing
+            assert set(result.lost) == {"leaving"}
+            await staying.reached(1)
+            assert content(staying.tensors) == 1
+            assert content(leaving.tensors) == 0
