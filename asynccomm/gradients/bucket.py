@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from asynccomm.comm.comm import Comm
+from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.gradients.planning import GradientLayout
 from asynccomm.ops.reduce_op import ReduceOp
 
 
 @final
-class GradientBucket:
+class GradientBucket(Handle):
     """Gradients that are sent together. A ``compress=`` function gets it; the reducer makes it.
 
     Attributes:
@@ -43,6 +44,7 @@ class GradientBucket:
         tensor: shape ``(n,)``: all gradients, with padding of zeros between them.
     """
 
+    _instead = "send its tensor"
     __slots__ = (
         "_absent",
         "_flags",

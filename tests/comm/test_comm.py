@@ -203,6 +203,7 @@ async def test_there_are_no_graphs_on_the_cpu() -> None:
 
 @pytest.mark.ranks(2)
 async def test_the_reason_is_the_errors_of_a_group(comm: Comm) -> None:
+    await comm.barrier()  # rank 1 does not fail while rank 0 connects
     with pytest.raises((ExceptionGroup, AbortedError)) as failed:
         async with comm, asyncio.TaskGroup() as tasks:
             work = comm.barrier() if comm.rank == 0 else None

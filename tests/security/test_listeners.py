@@ -132,7 +132,8 @@ JOB = """
             await comm.all_reduce(torch.ones(4))
             mine = listeners_of(os.getpid())
             siblings = open(f"/proc/{{os.getppid()}}/task/{{os.getppid()}}/children").read().split()
-            store = [pid for pid in siblings if "store_process" in open(f"/proc/{{pid}}/cmdline").read()]
+            port = int(os.environ["MASTER_PORT"])
+            store = [pid for pid in siblings if port in [l.port for l in listeners_of(int(pid))]]
             assert len(store) == 1
             text = f"{{sorted({{l.address for l in mine}})}} {{listeners_of(os.getppid())}} "
             text += str([l.address for l in listeners_of(int(store[0]))])

@@ -274,6 +274,8 @@ async def test_an_interrupted_step_does_not_pass_for_a_finished_operation(comm: 
             assert not (work.done() and work.exception() is None), f"done with {tensor}"
         await comm.barrier()
         broken.abort("over")
+        if comm.rank == 0:
+            assert isinstance(work.exception(), AsyncCommError)
 
 
 @pytest.mark.ranks(2, backend="shm")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asynccomm import AbortedError, ClosedError, Comm, MemoryStore, StoreError, join_comm
+from asynccomm.comm.membership import Requirements
 from asynccomm.comm.methods import groups as module
 from asynccomm.testing.local import loopback_world
 
@@ -71,17 +72,17 @@ async def test_the_proposal(comms: list[Comm], asked: list[tuple[Any, ...]]) -> 
     comm = comms[1]
     for call in (
         comm.shrink(),
-        comm.shrink([0], timeout=5),
+        comm.shrink([0], min_size=2, quorum=True, timeout=5),
         comm.shrink(timeout=timedelta(minutes=1)),
-        comm.reconfigure([2, "a", 1, "b"]),
+        comm.reconfigure([2, "a", 1, "b"], min_size=3),
     ):
         with pytest.raises(Asked):
             await call
     assert asked == [
-        ([0, 1, 2], 600.0, []),
-        ([1, 2], 5.0, []),
-        ([0, 1, 2], 60.0, []),
-        ([2, "a", 1, "b"], 600.0, ["a", "b"]),
+        ([0, 1, 2], 600.0, Requirements(), []),
+        ([1, 2], 5.0, Requirements(2, True), []),
+        ([0, 1, 2], 60.0, Requirements(), []),
+        ([2, "a", 1, "b"], 600.0, Requirements(3), ["a", "b"]),
     ]
 
 
@@ -89,7 +90,7 @@ async def test_the_proposal_has_job_ranks(comms: list[Comm], asked: list[tuple[A
     parts = await asyncio.gather(*(comms[rank].split([2, 0], "part") for rank in (2, 0)))
     with pytest.raises(Asked):
         await parts[0].reconfigure([1, "a", 0])
-    assert asked == [([0, "a", 2], 600.0, ["a"])]
+    assert asked == [([0, "a", 2], 600.0, Requirements(), ["a"])]
     await asyncio.gather(*(part.aclose() for part in parts))
 
 
