@@ -11,11 +11,19 @@ from typing import final
 from asynccomm.control.transport.schema import MessageError
 from asynccomm.errors import AsyncCommError
 from asynccomm.store.base import within
-from asynccomm.weights.conversation import SERVER, TRAINER, Connected, Conversation, FinishedError, Offer, Welcome
+from asynccomm.weights.conversation import (
+    SERVER,
+    TRAINER,
+    Connected,
+    Conversation,
+    FinishedError,
+    LayoutOffer,
+    ServerWelcome,
+)
 from asynccomm.weights.errors import LayoutError
 from asynccomm.weights.layout import Layout
 from asynccomm.weights.meeting import Meeting
-from asynccomm.weights.member import Member
+from asynccomm.weights.member import ConnectedServer
 from asynccomm.weights.orders import Admit
 from asynccomm.weights.plan import plan
 
@@ -23,7 +31,7 @@ _log = logging.getLogger("asynccomm")
 
 
 @final
-class Admission:
+class ServerAdmission:
     """The servers of one trainer.
 
     Args:
@@ -39,17 +47,18 @@ class Admission:
     ) -> None:
         self._meeting, self._rank, self._layouts = meeting, rank, layouts
         self._bucket_bytes, self._seconds = bucket_bytes, seconds
-        self._connecting: dict[int, asyncio.Task[Member | None]] = {}
+        self._connecting: dict[int, asyncio.Task[ConnectedServer | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._labels: dict[int, str] = {}
         self.reason = ""  #: of a failure that ends the publisher; empty: it ends in order
         self.refused: dict[str, LayoutError] = {}  #: by label
-        self.connected: dict[int, Member] = {}  #: on the first trainer: the servers that all trainers may send to
+        #: on the first trainer: the servers that all trainers may send to
+        self.connected: dict[int, ConnectedServer] = {}
 
     # -- on the first trainer -----------------------------------------------------------------------------------------
 
     async def greet(self, order: Callable[[Admit], object], news: Callable[[int | LayoutError], object]) -> None:
-        """Welcome servers, for ever.
+        """ServerWelcome servers, for ever.
 
         Args:
             order: called with each server that the other trainers are to connect with.
@@ -70,11 +79,11 @@ class Admission:
         try:
             async with within(self._seconds):
                 talk = Conversation(await self._meeting.pair(0, number, TRAINER), SERVER, label)
-                talk.say(Welcome(list(self._layouts), self._bucket_bytes))
-                offer = await talk.hear(Offer)
+                talk.say(ServerWelcome(list(self._layouts), self._bucket_bytes))
+                offer = await talk.hear(LayoutOffer)
                 label = talk.label = offer.label
                 transfers = plan(self._layouts, offer.layout, label, strict=offer.strict)[0]
-                member = Member(number, talk, transfers, self._bucket_bytes)
+                member = ConnectedServer(number, talk, transfers, self._bucket_bytes)
                 self._connecting[number] = _completed(member)
                 order(Admit(number, label, offer.layout, offer.strict))
                 await talk.hear(Connected)
@@ -112,16 +121,16 @@ class Admission:
         if order.number not in self._connecting:
             self._connecting[order.number] = asyncio.create_task(self._connect(order))
 
-    async def _connect(self, order: Admit) -> Member | None:
+    async def _connect(self, order: Admit) -> ConnectedServer | None:
         transfers = plan(self._layouts, order.layout, order.label, strict=order.strict)[self._rank]
         if not transfers:
             return None
         comm = await self._meeting.pair(self._rank, order.number, TRAINER)
-        return Member(order.number, Conversation(comm, SERVER, order.label), transfers, self._bucket_bytes)
+        return ConnectedServer(order.number, Conversation(comm, SERVER, order.label), transfers, self._bucket_bytes)
 
-    async def members(self, numbers: Sequence[int]) -> tuple[list[Member], dict[int, str]]:
+    async def members(self, numbers: Sequence[int]) -> tuple[list[ConnectedServer], dict[int, str]]:
         """The servers ``numbers`` that get weights from this trainer, and the reasons for those not connected."""
-        found: list[Member] = []
+        found: list[ConnectedServer] = []
         lost: dict[int, str] = {}
         for number in numbers:
             task = self._connecting.get(number)
@@ -162,7 +171,7 @@ class Admission:
         self.connected.clear()
 
 
-async def _result(task: asyncio.Task[Member | None] | None) -> Member | None:
+async def _result(task: asyncio.Task[ConnectedServer | None] | None) -> ConnectedServer | None:
     """The member that ``task`` connects, if it has connected by now."""
     if task is None:
         return None
@@ -172,8 +181,8 @@ async def _result(task: asyncio.Task[Member | None] | None) -> Member | None:
     return None if task.cancelled() or task.exception() is not None else task.result()
 
 
-def _completed(member: Member) -> asyncio.Task[Member | None]:
-    async def give() -> Member | None:
+def _completed(member: ConnectedServer) -> asyncio.Task[ConnectedServer | None]:
+    async def give() -> ConnectedServer | None:
         return member
 
     return asyncio.create_task(give())

@@ -1,8 +1,8 @@
 """Buckets: the messages in which the transfers of a plan travel.
 
 Small boxes are packed together into one message; a large box has messages of its own, cut along its first dimensions.
-Sender and receiver cut alike. A message of one box is its elements in row-major order, so an end whose tensor has them
-in that order, in the dtype of the server, sends from or receives into that tensor; any other end copies.
+Sender and receiver cut alike. A message of one box is its elements in row-major order, so an end with a tensor of
+that order and of the dtype of the server sends from or receives into that tensor; any other end copies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.weights.layout import Layout
-from asynccomm.weights.plan import Transfer
+from asynccomm.weights.plan import BoxTransfer
 
 __all__ = ["Bucket", "cut", "direct", "pack", "unpack"]
 
@@ -27,14 +27,14 @@ ALIGN = 16  # bytes; the elements of every dtype are aligned in a message
 class Bucket(NamedTuple):
     """One message: boxes, each at an offset in bytes."""
 
-    boxes: tuple[tuple[int, Transfer], ...]
+    boxes: tuple[tuple[int, BoxTransfer], ...]
     nbytes: int
 
 
-def cut(transfers: Sequence[Transfer], limit: int) -> list[Bucket]:
+def cut(transfers: Sequence[BoxTransfer], limit: int) -> list[Bucket]:
     """Cut ``transfers`` into messages of at most ``limit`` bytes, or of one element if that is larger."""
     buckets: list[Bucket] = []
-    boxes: list[tuple[int, Transfer]] = []
+    boxes: list[tuple[int, BoxTransfer]] = []
     end = 0
     for transfer in transfers:
         for piece in _pieces(transfer, limit):
@@ -52,7 +52,7 @@ def cut(transfers: Sequence[Transfer], limit: int) -> list[Bucket]:
     return buckets
 
 
-def _pieces(transfer: Transfer, limit: int) -> Iterator[Transfer]:
+def _pieces(transfer: BoxTransfer, limit: int) -> Iterator[BoxTransfer]:
     """``transfer``, cut along its first dimensions into boxes of at most ``limit`` bytes."""
     dim = next((dim for dim, size in enumerate(transfer.sizes) if size > 1), None)
     if transfer.nbytes <= limit or dim is None:
@@ -67,7 +67,7 @@ def _pieces(transfer: Transfer, limit: int) -> Iterator[Transfer]:
         yield from _pieces(transfer._replace(offsets=tuple(offsets), sizes=tuple(sizes)), limit)
 
 
-def view(tensor: Tensor, base: Sequence[int], transfer: Transfer) -> Tensor:
+def view(tensor: Tensor, base: Sequence[int], transfer: BoxTransfer) -> Tensor:
     """The box of ``transfer`` in a local tensor that begins at ``base`` of the whole tensor."""
     for dim, (offset, size, start) in enumerate(zip(transfer.offsets, transfer.sizes, base, strict=True)):
         tensor = tensor.narrow(dim, offset - start, size)
@@ -100,7 +100,7 @@ def unpack(bucket: Bucket, tensors: Mapping[str, Tensor], layout: Layout, messag
         box.copy_(_typed(message, start, transfer))
 
 
-def _typed(message: Tensor, start: int, transfer: Transfer) -> Tensor:
+def _typed(message: Tensor, start: int, transfer: BoxTransfer) -> Tensor:
     return message[start : start + transfer.nbytes].view(transfer.dtype).view(transfer.sizes)
 
 

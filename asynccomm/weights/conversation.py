@@ -7,7 +7,7 @@ A job is one transfer of one version: a push, or the delivery of the newest vers
     Begin(job, version)       ->     (the first trainer sends it)
     Go(job, attempt, fan)     ->     receives the buckets, over the pair or a fan
                               <-     Done(job, attempt, error)
-    Commit(job)               ->     the version is complete
+    CommitVersion(job)               ->     the version is complete
     or Abandon(job, reason)   ->     the version before stays
 
 All trainers of a server send the same end of a job. ``transmission`` describes the messages with buckets.
@@ -46,13 +46,13 @@ class Fan(Message, frozen=True):
 
 
 @final
-class Welcome(TaggedMessage, frozen=True):
+class ServerWelcome(TaggedMessage, frozen=True):
     trainers: list[dict[str, Slice]]  #: the layout of each
     bucket_bytes: int
 
 
 @final
-class Offer(TaggedMessage, frozen=True):
+class LayoutOffer(TaggedMessage, frozen=True):
     """A server's answer to the welcome."""
 
     label: str
@@ -101,7 +101,7 @@ class Done(JobMessage, frozen=True):
 
 
 @final
-class Commit(Ending, frozen=True):
+class CommitVersion(Ending, frozen=True):
     pass
 
 
@@ -110,7 +110,7 @@ class Abandon(Ending, frozen=True):
     reason: str
 
 
-AnyMessage: TypeAlias = Welcome | Offer | Connected | Begin | Ready | Go | Done | Commit | Abandon
+AnyMessage: TypeAlias = ServerWelcome | LayoutOffer | Connected | Begin | Ready | Go | Done | CommitVersion | Abandon
 M = TypeVar("M", bound=TaggedMessage)
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from asynccomm.comm.comm import Comm
 from asynccomm.control.transport.schema import dumps, loads
 from asynccomm.errors import ClosedError
-from asynccomm.weights.admission import Admission
-from asynccomm.weights.conversation import Abandon, Begin, Commit
+from asynccomm.weights.admission import ServerAdmission
+from asynccomm.weights.conversation import Abandon, Begin, CommitVersion
 from asynccomm.weights.errors import LayoutError, PushAbandonedError
 from asynccomm.weights.layout import Weights
-from asynccomm.weights.member import Delivery, Dispatch, Member
+from asynccomm.weights.member import ConnectedServer, Dispatch, VersionDelivery
 from asynccomm.weights.orders import Admit, AnyOrder, Deliver, End, Report, Start, Verdict, verdict
 from asynccomm.weights.transmission import aside
 
@@ -83,7 +83,7 @@ class Crew:
     """
 
     def __init__(
-        self, group: Comm, admission: Admission, dispatch: Dispatch, read: Callable[[], Weights], *, retain: bool
+        self, group: Comm, admission: ServerAdmission, dispatch: Dispatch, read: Callable[[], Weights], *, retain: bool
     ) -> None:
         self._group, self._admission, self._dispatch = group, admission, dispatch
         self._read, self._retain = read, retain
@@ -188,14 +188,14 @@ class Crew:
             info = None if request is None else request.info
             for member in members:
                 member.talk.say(Begin(order.job, order.version, info))
-        task = Delivery(order.job, self._copy, self._layout, lost=lost)
+        task = VersionDelivery(order.job, self._copy, self._layout, lost=lost)
         stopped, error = await self._send(order, request, task, members)
         report = dumps(Report(task.nbytes, stopped, task.lost))
         texts: Any = await self._group.all_gather_object(report, timeout=math.inf)
         outcome = verdict([loads(Report, text) for text in texts])
         for member in members:
             if member.number not in outcome.lost:
-                member.talk.say(Abandon(order.job, outcome.reason) if outcome.reason else Commit(order.job))
+                member.talk.say(Abandon(order.job, outcome.reason) if outcome.reason else CommitVersion(order.job))
                 member.version = member.version if outcome.reason else order.version
         for number, reason in outcome.lost.items():
             await self._admission.drop(number, reason)
@@ -224,7 +224,7 @@ class Crew:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     async def _send(
-        self, order: Deliver, request: PushRequest | None, task: Delivery, members: Sequence[Member]
+        self, order: Deliver, request: PushRequest | None, task: VersionDelivery, members: Sequence[ConnectedServer]
     ) -> tuple[str, Exception | None]:
         """Send this trainer's part.
 
@@ -258,7 +258,7 @@ class Crew:
         if order.version <= self.version:
             raise ValueError(f"version must be above {self.version}, got {order.version}")
 
-    async def _push(self, request: PushRequest, task: Delivery, members: Sequence[Member]) -> None:
+    async def _push(self, request: PushRequest, task: VersionDelivery, members: Sequence[ConnectedServer]) -> None:
         weights = self._read()
         if weights.layout != self._layout:
             names = [*weights.layout, *self._layout]

@@ -13,14 +13,14 @@ from asynccomm.weights.buckets import cut, total
 from asynccomm.weights.conversation import Conversation, Done, Ending, Fan, Go, Ready, Route, TrainerMessage
 from asynccomm.weights.layout import Layout
 from asynccomm.weights.meeting import Meeting
-from asynccomm.weights.plan import Transfer
+from asynccomm.weights.plan import BoxTransfer
 from asynccomm.weights.transmission import receive
 
-__all__ = ["Link"]
+__all__ = ["TrainerLink"]
 
 
 @final
-class Link:
+class TrainerLink:
     """One trainer, as a server sees it.
 
     Args:
@@ -30,7 +30,7 @@ class Link:
     """
 
     def __init__(
-        self, meeting: Meeting, trainer: int, talk: Conversation, transfers: Sequence[Transfer], bucket_bytes: int
+        self, meeting: Meeting, trainer: int, talk: Conversation, transfers: Sequence[BoxTransfer], bucket_bytes: int
     ) -> None:
         self.talk = talk
         self._meeting, self._trainer = meeting, trainer

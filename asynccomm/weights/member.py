@@ -16,12 +16,12 @@ from asynccomm.weights.buckets import Bucket, cut, total
 from asynccomm.weights.conversation import Conversation, Done, Fan, FinishedError, Go, Ready, Route
 from asynccomm.weights.layout import Layout
 from asynccomm.weights.meeting import Meeting
-from asynccomm.weights.plan import Transfer
+from asynccomm.weights.plan import BoxTransfer
 from asynccomm.weights.transmission import send
 
 
 @final
-class Member:
+class ConnectedServer:
     """One server, as one trainer sees it.
 
     Args:
@@ -30,7 +30,7 @@ class Member:
         bucket_bytes: the limit of a message.
     """
 
-    def __init__(self, number: int, talk: Conversation, transfers: Sequence[Transfer], bucket_bytes: int) -> None:
+    def __init__(self, number: int, talk: Conversation, transfers: Sequence[BoxTransfer], bucket_bytes: int) -> None:
         self.number = number
         self.talk = talk
         self.label = talk.label
@@ -54,7 +54,7 @@ class Member:
 
 @final
 @dataclass(slots=True)
-class Delivery:
+class VersionDelivery:
     """One version on its way from one trainer to servers."""
 
     job: int
@@ -83,19 +83,19 @@ class Dispatch:
         self._fans: dict[tuple[int, ...], tuple[int, Comm]] = {}  # by members: the key, and the comm
         self._last_key = 0
 
-    async def run(self, task: Delivery, members: Sequence[Member]) -> None:
+    async def run(self, task: VersionDelivery, members: Sequence[ConnectedServer]) -> None:
         """Send to all ``members``, and record in ``task`` the servers that were lost.
 
         After a cancellation no operation reads the tensors any more, and the servers wait for the end of the job.
         """
-        groups: dict[tuple[Transfer, ...] | int, list[Member]] = {}
+        groups: dict[tuple[BoxTransfer, ...] | int, list[ConnectedServer]] = {}
         for member in members:
             groups.setdefault(member.transfers if self._makes_fans else member.number, []).append(member)
         async with asyncio.TaskGroup() as tasks:
             for group in groups.values():
                 tasks.create_task(self._serve(task, group))
 
-    async def _serve(self, task: Delivery, group: Sequence[Member]) -> None:
+    async def _serve(self, task: VersionDelivery, group: Sequence[ConnectedServer]) -> None:
         """Send to servers that want the same."""
         ready = await self._each(task, group, lambda member: member.wait_ready())
         attempt = 0
@@ -103,7 +103,7 @@ class Dispatch:
             ready = await self._over_fan(task, ready)
             attempt = 1
 
-        async def over_pair(member: Member) -> None:
+        async def over_pair(member: ConnectedServer) -> None:
             member.go(Go(task.job, attempt))
             await send(Route(member.talk.comm, fan=False), member.buckets, task.tensors, task.layout)
             task.nbytes += member.nbytes
@@ -112,7 +112,7 @@ class Dispatch:
 
         await self._each(task, ready, over_pair)
 
-    async def _over_fan(self, task: Delivery, group: Sequence[Member]) -> list[Member]:
+    async def _over_fan(self, task: VersionDelivery, group: Sequence[ConnectedServer]) -> list[ConnectedServer]:
         """Broadcast to ``group``; returns the servers that live and have not received everything."""
         numbers = tuple(member.number for member in group)
         key, comm = self._fans.get(numbers, (self._last_key + 1, None))
@@ -126,9 +126,9 @@ class Dispatch:
             task.nbytes += group[0].nbytes
         except AsyncCommError as exc:
             await self._drop_fan(numbers, f"{type(exc).__name__}: {exc}")
-        failed: list[Member] = []
+        failed: list[ConnectedServer] = []
 
-        async def hear(member: Member) -> None:
+        async def hear(member: ConnectedServer) -> None:
             if await _answer(member, task.job, 0):
                 failed.append(member)
 
@@ -147,14 +147,14 @@ class Dispatch:
 
     async def _each(
         self,
-        task: Delivery,
-        members: Sequence[Member],
-        step: Callable[[Member], Awaitable[object]],
-    ) -> list[Member]:
+        task: VersionDelivery,
+        members: Sequence[ConnectedServer],
+        step: Callable[[ConnectedServer], Awaitable[object]],
+    ) -> list[ConnectedServer]:
         """Run ``step`` for all ``members`` at once; returns those for which it succeeded."""
-        kept: list[Member] = []
+        kept: list[ConnectedServer] = []
 
-        async def one(member: Member) -> None:
+        async def one(member: ConnectedServer) -> None:
             try:
                 async with within(self._seconds):
                     await step(member)
@@ -184,7 +184,7 @@ class Dispatch:
             await comm.aclose()
 
 
-async def _answer(member: Member, job: int, attempt: int) -> str:
+async def _answer(member: ConnectedServer, job: int, attempt: int) -> str:
     """The error with which ``member`` ended the attempt; empty: it has received everything."""
     while True:
         done = await member.talk.hear(Done, job)

@@ -18,13 +18,13 @@ import torch
 from asynccomm.weights.errors import LayoutError
 from asynccomm.weights.layout import Layout, Slice
 
-__all__ = ["Box", "Plan", "Transfer", "intersection", "plan", "remainder"]
+__all__ = ["Box", "Plan", "BoxTransfer", "intersection", "plan", "remainder"]
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 @final
-class Transfer(NamedTuple):
+class BoxTransfer(NamedTuple):
     """A box of one tensor that one trainer sends to the server."""
 
     source: str  #: the name of the tensor at the trainer
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-Plan: TypeAlias = list[list[Transfer]]  # by trainer, in the order of the server's layout
+Plan: TypeAlias = list[list[BoxTransfer]]  # by trainer, in the order of the server's layout
 
 
 def plan(trainers: Sequence[Layout], server: Layout, label: str = "", *, strict: bool = True) -> Plan:
@@ -55,7 +55,7 @@ def plan(trainers: Sequence[Layout], server: Layout, label: str = "", *, strict:
     sources, problems = _match(trainers, server, strict)
     order = sorted(sources, key=lambda name: (-_nbytes(server[name]), name))
     loads = [0] * len(trainers)
-    found: dict[str, list[tuple[int, Transfer]]] = {}
+    found: dict[str, list[tuple[int, BoxTransfer]]] = {}
     for name in order:
         target, source = server[name], sources[name]
         remaining: list[Box] = [(target.offsets, target.sizes)] if math.prod(target.sizes) else []
@@ -71,7 +71,7 @@ def plan(trainers: Sequence[Layout], server: Layout, label: str = "", *, strict:
                 if shared is None:
                     left.append(box)
                     continue
-                transfer = Transfer(source, name, target.torch_dtype, *shared)
+                transfer = BoxTransfer(source, name, target.torch_dtype, *shared)
                 found[name].append((rank, transfer))
                 loads[rank] += transfer.nbytes
                 left.extend(remainder(box, shared))

@@ -18,7 +18,7 @@ from asynccomm.errors import ClosedError, RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, check_name, seconds
 from asynccomm.store.base import Store, within
-from asynccomm.weights.admission import Admission
+from asynccomm.weights.admission import ServerAdmission
 from asynccomm.weights.crew import FIRST, Crew, PushResult
 from asynccomm.weights.errors import LayoutError
 from asynccomm.weights.layout import Region, Rename, Shard, Slice, State, Weights, collect
@@ -102,7 +102,7 @@ class Publisher(Handle):
         self._own = CommInfo(comm.name, comm.rank, comm.size, comm.device)
         self._layout = self._read().layout
         self._crew: Crew | None = None
-        self._admission: Admission | None = None
+        self._admission: ServerAdmission | None = None
         self._group: Comm | None = None
         self._resources = AsyncExitStack()
 
@@ -121,7 +121,7 @@ class Publisher(Handle):
 
     @property
     def refused(self) -> Mapping[str, LayoutError]:
-        """On rank 0: the errors of servers whose weights did not fit, by label. On other ranks: empty."""
+        """On rank 0: the errors of servers with weights that did not fit, by label. On other ranks: empty."""
         return {} if self._admission is None else dict(self._admission.refused)
 
     async def __aenter__(self) -> Self:
@@ -143,7 +143,7 @@ class Publisher(Handle):
             number: Any = await group.broadcast_object(await meeting.register() if group.rank == FIRST else None, FIRST)
             meeting = meeting.of(number)
             layouts = [loads(dict[str, Slice], text) for text in texts]
-            self._admission = Admission(meeting, group.rank, layouts, self._bucket_bytes, self._timeout)
+            self._admission = ServerAdmission(meeting, group.rank, layouts, self._bucket_bytes, self._timeout)
             stack.push_async_callback(self._admission.aclose)
             dispatch = Dispatch(meeting, group.rank, self._timeout, fans=self._broadcast)
             stack.push_async_callback(dispatch.aclose)

@@ -29,7 +29,7 @@ from asynccomm.weights.layout import Layout
 
 AHEAD: Final = 4  # buckets in flight; the same on both sides
 STOP_SECONDS: Final = 5.0  # for the bucket on its way to arrive, once a push is stopped
-INLINE: Final = 64 << 10  # bytes whose copy takes less time than a thread's turn
+INLINE: Final = 64 << 10  # bytes; their copy takes less time than a thread's turn
 
 
 async def aside(function: Callable[[], object], nbytes: int, device: torch.device) -> None:

@@ -24,12 +24,12 @@ from asynccomm.weights.conversation import (
     Connected,
     Conversation,
     FinishedError,
-    Offer,
-    Welcome,
+    LayoutOffer,
+    ServerWelcome,
 )
 from asynccomm.weights.errors import LayoutError, PushAbandonedError
 from asynccomm.weights.layout import Weights
-from asynccomm.weights.link import Link
+from asynccomm.weights.link import TrainerLink
 from asynccomm.weights.meeting import Meeting
 from asynccomm.weights.plan import plan
 from asynccomm.weights.staging import Staging
@@ -139,7 +139,7 @@ class Updates(Handle, AsyncIterator[Update]):
         """Not for users: see :meth:`Server.updates`."""
         self._site, self._automatic = site, automatic
         self._resources = AsyncExitStack()
-        self._links: list[Link] = []  # of the first trainer, then of the others
+        self._links: list[TrainerLink] = []  # of the first trainer, then of the others
         self._next: Update | None = None  # not given yet
         self._given: Update | None = None
         self._reason = ""  # of a failure that ends the updates
@@ -207,8 +207,8 @@ class Updates(Handle, AsyncIterator[Update]):
         lead = Conversation(await meeting.pair(0, number, SERVER), TRAINER, "trainer 0")
         try:
             async with within(site.timeout):
-                welcome = await lead.hear(Welcome)
-            lead.say(Offer(site.label, layout, site.strict))
+                welcome = await lead.hear(ServerWelcome)
+            lead.say(LayoutOffer(site.label, layout, site.strict))
             plans = plan(welcome.trainers, layout, site.label, strict=site.strict)
         except BaseException as exc:
             if isinstance(exc, LayoutError):  # the first trainer finds the same, and ends the exchange
@@ -217,11 +217,11 @@ class Updates(Handle, AsyncIterator[Update]):
                         await lead.hear(Begin)
             await lead.abort(f"{type(exc).__name__}: {exc}")
             raise
-        self._links.append(Link(meeting, 0, lead, plans[0], welcome.bucket_bytes))
+        self._links.append(TrainerLink(meeting, 0, lead, plans[0], welcome.bucket_bytes))
 
         async def connect(trainer: int) -> None:
             talk = Conversation(await meeting.pair(trainer, number, SERVER), TRAINER, f"trainer {trainer}")
-            self._links.append(Link(meeting, trainer, talk, plans[trainer], welcome.bucket_bytes))
+            self._links.append(TrainerLink(meeting, trainer, talk, plans[trainer], welcome.bucket_bytes))
 
         needed = [trainer for trainer, transfers in enumerate(plans) if trainer and transfers]
         await _all([asyncio.ensure_future(connect(trainer)) for trainer in needed])

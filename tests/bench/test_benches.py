@@ -219,6 +219,18 @@ def test_models_are_of_the_size_that_is_known() -> None:
     assert done.stdout == "ResNet-50: 161 parameters, 25,557,032 numbers\n"
 
 
+@pytest.mark.exhaustive
+def test_weights_has_a_row_per_size(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("weights.py", *("--sizes", "1000000,20000000"), *("--rounds", 1), "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["bytes"], row["servers"]) for row in rows] == [(1000000, 2), (20000000, 2)]
+    for row in rows:
+        assert row["push_gbps"] == pytest.approx(row["bytes"] / row["push_ms"] / 1e6)
+        assert row["idle_p99_ms"] > 0
+
+
 BAD_ARGUMENTS = {
     "peers": (["collectives.py", "--peers", "gloo,carrier-pigeon"], "argument --peers: 'carrier-pigeon' is not one of"),
     "hint": (["hints.py", "--backend", "gloo", "--hint", "nonsense=1"], "argument --hint: gloo knows no 'nonsense'"),
@@ -226,6 +238,7 @@ BAD_ARGUMENTS = {
     "rounds": (["completion.py", "--rounds", "0"], "arguments --delays, --rounds, --late: must be positive"),
     "ranks": (["agreed.py", "--simulate", "2,0"], "arguments --simulate, --ops, --rounds, --ranks: must be positive"),
     "bucket-mb": (["gradients.py", "--bucket-mb", "0"], "argument --bucket-mb: must be positive, got 0"),
+    "sizes": (["weights.py", "--sizes", "0"], r"argument --sizes: must be at least 4 bytes, got [0]"),
     "lists": (
         ["coalesce.py", "--lists", "64 x 64 B,a shopping list"],
         "argument --lists: there is no list 'a shopping list'",

@@ -11,8 +11,8 @@ import torch
 from asynccomm import MemoryStore
 from asynccomm.testing import loopback_world
 from asynccomm.weights import Publisher, Server, Shard
-from asynccomm.weights.admission import Admission
-from asynccomm.weights.conversation import SERVER, TRAINER, Connected, Conversation, Offer, Welcome
+from asynccomm.weights.admission import ServerAdmission
+from asynccomm.weights.conversation import SERVER, TRAINER, Connected, Conversation, LayoutOffer, ServerWelcome
 from asynccomm.weights.meeting import Meeting
 from asynccomm.weights.orders import Admit
 from tests.waiting import until
@@ -31,20 +31,20 @@ async def place() -> Meeting:
 async def join(meeting: Meeting) -> Conversation:
     """A server that has its welcome."""
     talk = Conversation(await meeting.pair(0, await meeting.enter(), SERVER), TRAINER, "trainer 0")
-    await talk.hear(Welcome)
+    await talk.hear(ServerWelcome)
     return talk
 
 
 async def test_a_server_that_is_lost_while_it_joins_holds_no_other_up(caplog: pytest.LogCaptureFixture) -> None:
     meeting = await place()
-    admission = Admission(meeting, 0, [LAYOUT], 64, 10)
+    admission = ServerAdmission(meeting, 0, [LAYOUT], 64, 10)
     orders: list[Admit] = []
     news: list[object] = []
     greeting = asyncio.ensure_future(admission.greet(orders.append, news.append))
     lost = await join(meeting)
     await lost.abort("out of memory")
     other = await join(meeting)
-    other.say(Offer("other", LAYOUT, True))
+    other.say(LayoutOffer("other", LAYOUT, True))
     await until(lambda: orders)
     assert admission.present() == ()
     other.say(Connected())

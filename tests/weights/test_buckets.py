@@ -14,7 +14,7 @@ from asynccomm.testing.conformance.data import DTYPES
 from asynccomm.weights import buckets as module
 from asynccomm.weights.buckets import ALIGN, Bucket, cut, direct, largest, pack, total, unpack
 from asynccomm.weights.layout import Layout
-from asynccomm.weights.plan import Transfer, plan
+from asynccomm.weights.plan import BoxTransfer, plan
 
 from .test_plan import part, worlds
 
@@ -79,8 +79,8 @@ def test_values_are_converted_by_the_sender() -> None:
     assert torch.equal(found["a"], whole.bfloat16())
 
 
-def box(rows: int, name: str = "a") -> Transfer:
-    return Transfer(name, name, torch.float32, (0, 0), (rows, 4))
+def box(rows: int, name: str = "a") -> BoxTransfer:
+    return BoxTransfer(name, name, torch.float32, (0, 0), (rows, 4))
 
 
 def test_small_boxes_share_a_message_and_large_ones_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_small_boxes_share_a_message_and_large_ones_are_alone(monkeypatch: pytes
 
 
 def test_boxes_are_aligned() -> None:
-    odd = Transfer("odd", "odd", torch.bool, (0,), (3,))
+    odd = BoxTransfer("odd", "odd", torch.bool, (0,), (3,))
     (bucket,) = cut([odd, box(1)], 1 << 10)
     assert [start for start, _ in bucket.boxes] == [0, ALIGN]
 
@@ -105,7 +105,7 @@ def test_boxes_are_aligned() -> None:
 def test_only_contiguous_boxes_of_the_right_dtype_travel_without_a_copy() -> None:
     layout = {"a": part((4, 4))}
     rows = Bucket(((0, box(2)),), 32)
-    columns = Bucket(((0, Transfer("a", "a", torch.float32, (0, 0), (4, 2))),), 32)
+    columns = Bucket(((0, BoxTransfer("a", "a", torch.float32, (0, 0), (4, 2))),), 32)
     tensors = {"a": torch.arange(16.0).reshape(4, 4)}
     found = direct(rows, tensors, layout, sending=True)
     assert found is not None

@@ -19,7 +19,7 @@ from asynccomm.weights.conversation import (
     TRAINER,
     Abandon,
     Begin,
-    Commit,
+    CommitVersion,
     Conversation,
     Done,
     Ending,
@@ -44,11 +44,11 @@ async def test_messages_come_by_kind_and_job() -> None:
         trainer.say(Go(1, 0, Fan(4, 1, 3)))
         trainer.say(Abandon(1, "no"))
         trainer.say(Go(2, 0))
-        trainer.say(Commit(2))
+        trainer.say(CommitVersion(2))
         assert await server.hear(Begin) == Begin(1, 10, {"loss": 0.5})
         assert await server.hear(TrainerMessage, 1) == Go(1, 0, Fan(4, 1, 3))
         assert await server.hear(TrainerMessage, 2) == Go(2, 0)  # the end of job 1 is dropped
-        assert await server.hear(Ending, 2) == Commit(2)
+        assert await server.hear(Ending, 2) == CommitVersion(2)
         waiting = asyncio.ensure_future(trainer.hear(Done, 2))
         server.say(Ready())
         server.say(Done(2, 0, "an error"))
@@ -59,11 +59,11 @@ async def test_messages_come_by_kind_and_job() -> None:
 
 async def test_the_other_side_hears_the_end() -> None:
     async with pair() as (trainer, server):
-        trainer.say(Commit(1))
+        trainer.say(CommitVersion(1))
         await trainer.aclose()
-        assert await server.hear(Commit) == Commit(1)
+        assert await server.hear(CommitVersion) == CommitVersion(1)
         with pytest.raises(FinishedError, match="the trainer has ended"):
-            await server.hear(Commit)
+            await server.hear(CommitVersion)
         server.say(Ready())  # without effect
         await server.aclose()
         assert isinstance(trainer.ended, FinishedError)

@@ -17,7 +17,7 @@ from asynccomm.weights.conversation import (
     STOP,
     TRAINER,
     Abandon,
-    Commit,
+    CommitVersion,
     Conversation,
     Done,
     Fan,
@@ -25,7 +25,7 @@ from asynccomm.weights.conversation import (
     Ready,
     Route,
 )
-from asynccomm.weights.link import Link
+from asynccomm.weights.link import TrainerLink
 from asynccomm.weights.meeting import Meeting
 from asynccomm.weights.plan import plan
 from asynccomm.weights.transmission import send
@@ -38,13 +38,13 @@ WEIGHTS = {"a": torch.arange(8.0).reshape(4, 2)}
 
 
 @asynccontextmanager
-async def linked() -> AsyncIterator[tuple[Conversation, Link]]:
+async def linked() -> AsyncIterator[tuple[Conversation, TrainerLink]]:
     """A trainer's conversation, and the link at its other end."""
     meeting = (await Meeting.open(MemoryStore(), "w", "loopback", torch.device("cpu"), 10, None)).of(1)
     comms = await asyncio.gather(meeting.pair(0, 1, TRAINER), meeting.pair(0, 1, SERVER))
     async with asyncio.timeout(20):
         talk = Conversation(comms[0], SERVER, "the server")
-        yield talk, Link(meeting, 0, Conversation(comms[1], TRAINER, "the trainer"), PLAN, 16)
+        yield talk, TrainerLink(meeting, 0, Conversation(comms[1], TRAINER, "the trainer"), PLAN, 16)
 
 
 async def test_an_attempt_over_the_pair_and_the_end_of_the_job() -> None:
@@ -59,8 +59,8 @@ async def test_an_attempt_over_the_pair_and_the_end_of_the_job() -> None:
         assert await trainer.hear(Done) == Done(3, 0)
         link.get_ready()
         assert await trainer.hear(Ready) == Ready()
-        trainer.say(Commit(3))
-        assert await receiving == Commit(3)
+        trainer.say(CommitVersion(3))
+        assert await receiving == CommitVersion(3)
         assert torch.equal(found["a"], WEIGHTS["a"])
         await asyncio.gather(trainer.aclose(), link.aclose(""))
 
@@ -86,7 +86,7 @@ async def test_a_fan_that_cannot_be_made_is_answered(monkeypatch: pytest.MonkeyP
         trainer.say(Go(1, 0, Fan(1, 1, 3)))
         done = await trainer.hear(Done)
         assert done.error.startswith("RendezvousError")
-        trainer.say(Commit(1))
+        trainer.say(CommitVersion(1))
         await receiving
         await asyncio.gather(trainer.aclose(), link.aclose(""))
 

@@ -17,6 +17,7 @@ from asynccomm.weights.conversation import Route
 from asynccomm.weights.layout import Layout
 from asynccomm.weights.plan import plan
 from asynccomm.weights.transmission import aside, receive, send
+from tests.waiting import until
 
 from .scenes import Gate
 from .test_plan import part
@@ -78,6 +79,7 @@ async def test_a_receiver_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPa
         sending.cancel()
         await asyncio.wait([sending])
         assert sending.cancelled()
+        await until(lambda: second._session.error is not None)
         with pytest.raises(BrokenError, match=r"a bucket did not arrive within 0\.01 s"):
             await second.recv(torch.ones(1), 0)
 
