@@ -1,192 +1,227 @@
-"""Pushing weights to servers that answer requests meanwhile: throughput, and the time of the requests.
+"""Weights to servers that answer requests meanwhile: the speed of a push, and the time that requests take.
 
-    python bench/weights.py --ranks 3 --json out.json
+    python bench/weights.py --servers 2 --sizes 100000000,1000000000 --json out.json
 
-Rank 0 is the trainer, all other ranks are servers. A version is pushed by ``asynccomm.weights``, and for comparison
-sent by ``Comm.broadcast_state`` into the weights in use, in turns. On each server a client asks for an answer of a
-small network about once per millisecond. The time of a request is from the question to the answer on the event loop.
+Rank 0 trains, the others serve. On every server a task answers requests without end, each a small matrix product on the
+event loop after a pause; its time counts from the moment when the request came. The contenders take turns:
+
+    one broadcast    asynccomm.weights; servers that want the same get one broadcast
+    one send each    the same, with broadcast=False
+    broadcast_state  a plain collective of one comm: no versions, no late servers, and a loss ends it for all
+
+A version arrives in the weights themselves on all of them, so each process holds them once.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import math
 import os
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from report import Results, median, print_table
 from rounds import start_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run
-from asynccomm.weights.publisher import Publisher
-from asynccomm.weights.server import Server
+from asynccomm.weights import Publisher, Server
 
-SIZES = [100 << 20, 1 << 30]
-ROUNDS = 5
-TENSOR_BYTES = 16 << 20  # of the largest tensors
+LARGE, SMALL = 24, 48  # tensors of one size, and biases
+WIDTH = 256  # of the layer that answers a request
 PAUSE = 0.001  # seconds between two requests
-IDLE_SECONDS = 1.0  # of requests without a push
+TRAINER = 0
+
+Turn = Callable[[], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushTimes:
-    """Versions of one size, pushed to all servers. Throughput counts the bytes of the weights once."""
+class WeightsRow:
+    """One contender at one size."""
 
-    bytes: int
+    contender: str
+    bytes: int  #: of the weights
     servers: int
-    push_ms: float
-    broadcast_ms: float
-    idle_p99_ms: float  #: of requests while no version arrives
-    push_p99_ms: float
-    broadcast_p99_ms: float
-    push_gbps: float = field(init=False)
-    broadcast_gbps: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "push_gbps", self.bytes / self.push_ms / 1e6)
-        object.__setattr__(self, "broadcast_gbps", self.bytes / self.broadcast_ms / 1e6)
+    backend: str
+    rounds: int
+    push_ms: float  #: median over rounds
+    gb_per_s: float  #: bytes of the weights over that time, in units of 1e9; every server gets all of them
+    idle_p99_ms: float  #: requests while no weights arrive, of all rounds and servers
+    busy_p99_ms: float  #: requests while weights arrive
+    busy_requests: int
 
 
-def make_state(nbytes: int) -> dict[str, Tensor]:
-    """Tensors of ``nbytes`` in all."""
-    sizes = [TENSOR_BYTES] * (nbytes // TENSOR_BYTES)
-    if rest := nbytes % TENSOR_BYTES:
-        sizes.append(rest)
-    return {f"layer{number}": torch.ones(size // 4) for number, size in enumerate(sizes)}
+def weights_of(nbytes: int) -> dict[str, Tensor]:
+    numel = nbytes // 4 // LARGE
+    state = {f"layer{number}.weight": torch.ones(max(1, numel)) for number in range(LARGE)}
+    return state | {f"layer{number}.bias": torch.ones(WIDTH) for number in range(SMALL)}
 
 
-class Clients:
-    """Requests on the event loop of a server, and their times by phase."""
+class Requests:
+    """Answers requests in a task, and notes the seconds that they took."""
 
     def __init__(self) -> None:
-        self.phase = "idle"
-        self.seconds: dict[str, list[float]] = {}
-        self._model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
-        self._input = torch.randn(1, 64)
+        self._layer = torch.ones(WIDTH, WIDTH)
+        self._seconds: list[float] | None = None
 
-    def _answer(self, asked: asyncio.Future[Tensor]) -> None:
-        if not asked.cancelled():
-            with torch.no_grad():
-                asked.set_result(self._model(self._input))
-
-    async def ask(self) -> None:
-        """Ask until cancelled."""
+    async def answer(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            phase, start = self.phase, time.perf_counter()
-            asked: asyncio.Future[Tensor] = loop.create_future()
-            loop.call_soon(self._answer, asked)
-            await asked
-            self.seconds.setdefault(phase, []).append(time.perf_counter() - start)
+            came = time.perf_counter()
+            answered: asyncio.Future[None] = loop.create_future()
+            loop.call_soon(self._compute, answered)
+            await answered
+            if self._seconds is not None:
+                self._seconds.append(time.perf_counter() - came)
             await asyncio.sleep(PAUSE)
 
-    def p99(self, phase: str) -> float:
-        """Milliseconds below which 99 % of the requests took; NaN: there were none."""
-        ordered = sorted(self.seconds.get(phase, []))
-        return 1e3 * ordered[int(0.99 * len(ordered))] if ordered else float("nan")
+    def _compute(self, answered: asyncio.Future[None]) -> None:
+        if not answered.done():
+            torch.mm(self._layer, self._layer)
+            answered.set_result(None)
+
+    @contextmanager
+    def noted(self) -> Iterator[list[float]]:
+        found: list[float] = []
+        self._seconds = found
+        try:
+            yield found
+        finally:
+            self._seconds = None
 
 
-async def measure(comm: Comm, nbytes: int, rounds: int) -> PushTimes:
-    """One size; each rank returns the same."""
-    state, clients = make_state(nbytes), Clients()
-    pushed: list[float] = []
-    sent: list[float] = []
-    async with AsyncExitStack() as stack:
-        if comm.rank == 0:
-            trainers = await stack.enter_async_context(comm.split([0], f"trainers{nbytes}"))
-            publisher = Publisher(trainers, state, servers=comm.size - 1, retain=False, name=f"w{nbytes}")
-            await stack.enter_async_context(publisher)
+async def contenders(comm: Comm, state: dict[str, Tensor], stack: AsyncExitStack) -> dict[str, Turn]:
+    """A push of each, on this rank; on a server, that is to wait for the version."""
+    turns: dict[str, Turn] = {}
+    trainers = await stack.enter_async_context(comm.subgroups(1, "trainer"))
+    for name, broadcast in (("one broadcast", True), ("one send each", False)):
+        if comm.rank == TRAINER:
+            publisher = Publisher(
+                trainers,
+                state,
+                name=name,
+                servers=comm.size - 1,
+                retain=False,
+                broadcast=broadcast,
+                backend=comm.backend,
+            )
+            turns[name] = (await stack.enter_async_context(publisher)).push
         else:
-            updates = await stack.enter_async_context(Server(state, store=comm, name=f"w{nbytes}").updates())
-            asking = asyncio.create_task(clients.ask())
-            stack.callback(asking.cancel)
-            await asyncio.sleep(IDLE_SECONDS)
-        for _ in range(rounds + 1):  # the first round wakes caches, and takes the memory for the second copy
-            await _phase(comm, clients, "push")
-            start = time.perf_counter()
-            if comm.rank == 0:
-                await publisher.push()
-            else:
-                (await anext(updates)).apply()
-            pushed.append(time.perf_counter() - start)
-            await _phase(comm, clients, "broadcast")
-            start = time.perf_counter()
-            await comm.broadcast_state(state, root=0)
-            sent.append(time.perf_counter() - start)
-            await _phase(comm, clients, "between")
+            updates = Server(state, store=comm, name=name, in_place=True).updates(automatic=True)
+            turns[name] = (await stack.enter_async_context(updates)).__anext__
+    turns["broadcast_state"] = lambda: comm.broadcast_state(state, TRAINER)
+    return turns
+
+
+async def measure(comm: Comm, nbytes: int, rounds: int) -> list[WeightsRow]:
+    state, requests = weights_of(nbytes), Requests()
+    size = sum(tensor.nbytes for tensor in state.values())
+    answering = asyncio.create_task(requests.answer()) if comm.rank != TRAINER else None
+    seconds: dict[str, list[float]] = {}
+    noted: dict[tuple[str, bool], list[float]] = {}
+    async with AsyncExitStack() as stack:
+        turns = await contenders(comm, state, stack)
+        names = list(turns)
+        for number in range(-1, rounds):  # the first does not count: connections, memory
+            for name in names if number % 2 else names[::-1]:
+                await comm.barrier(timeout=math.inf)
+                with requests.noted() as busy:
+                    start = time.perf_counter()
+                    await turns[name]()
+                    took = time.perf_counter() - start
+                    await comm.barrier(timeout=math.inf)
+                with requests.noted() as idle:
+                    took_there: Any = await comm.broadcast_object(took, TRAINER)
+                    await asyncio.sleep(min(1.0, took_there))
+                if number >= 0:
+                    seconds.setdefault(name, []).append(took)
+                    noted.setdefault((name, True), []).extend(busy)
+                    noted.setdefault((name, False), []).extend(idle)
         await comm.barrier()
-    times: list[Any] = await comm.all_gather_object([clients.p99(phase) for phase in ("idle", "push", "broadcast")])
-    idle, push, broadcast = (max(column) for column in zip(*times[1:], strict=True))
-    mine = [1e3 * median(pushed[1:]), 1e3 * median(sent[1:])]
-    push_ms, broadcast_ms = (await comm.broadcast_object(mine, root=0, expect=list))[:2]
-    return PushTimes(
-        bytes=nbytes,
-        servers=comm.size - 1,
-        push_ms=push_ms,
-        broadcast_ms=broadcast_ms,
-        idle_p99_ms=idle,
-        push_p99_ms=push,
-        broadcast_p99_ms=broadcast,
-    )
+    if answering is not None:
+        answering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await answering
+    rows = []
+    for name in names:
+        found: Any = await comm.all_gather_object([noted[name, True], noted[name, False]])
+        busy, idle = ([each for rank in found for each in rank[when]] for when in (0, 1))
+        push = median(seconds[name])
+        rows.append(
+            WeightsRow(
+                contender=name,
+                bytes=size,
+                servers=comm.size - 1,
+                backend=comm.backend,
+                rounds=rounds,
+                push_ms=push * 1e3,
+                gb_per_s=size / push / 1e9,
+                idle_p99_ms=p99(idle) * 1e3,
+                busy_p99_ms=p99(busy) * 1e3,
+                busy_requests=len(busy),
+            )
+        )
+    return rows
 
 
-async def _phase(comm: Comm, clients: Clients, phase: str) -> None:
-    await comm.barrier()
-    clients.phase = phase
+def p99(seconds: Sequence[float]) -> float:
+    ordered = sorted(seconds) or [math.nan]  # a short push may be over before a request comes
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
-async def measure_all(args: argparse.Namespace) -> None:
-    async with new_comm(name="bench") as comm:
-        with Results[PushTimes](print_times, args.json) as rows:
-            for nbytes in args.sizes:
-                rows.add(await measure(comm, nbytes, args.rounds))
-
-
-def print_times(rows: Sequence[PushTimes]) -> None:
+def report(rows: Sequence[WeightsRow]) -> None:
+    first = rows[0]
     print_table(
-        ["weights", "servers", "push ms", "GB/s", "broadcast ms", "GB/s", "p99 idle ms", "push", "broadcast"],
+        ["contender", "MB", "push ms", "GB/s", "p99 idle ms", "p99 meanwhile ms", "requests"],
         [
             (
-                f"{row.bytes / 2**20:.0f} MiB",
-                row.servers,
-                f"{row.push_ms:.0f}",
-                f"{row.push_gbps:.2f}",
-                f"{row.broadcast_ms:.0f}",
-                f"{row.broadcast_gbps:.2f}",
-                *(f"{ms:.1f}" for ms in (row.idle_p99_ms, row.push_p99_ms, row.broadcast_p99_ms)),
+                row.contender,
+                f"{row.bytes / 1e6:.0f}",
+                f"{row.push_ms:.1f}",
+                f"{row.gb_per_s:.2f}",
+                f"{row.idle_p99_ms:.2f}",
+                f"{row.busy_p99_ms:.2f}",
+                row.busy_requests,
             )
             for row in rows
         ],
-        f"Versions of weights, and requests meanwhile, {os.cpu_count()} cores, torch {torch.__version__}",
+        f"Weights to {first.servers} servers, {first.backend}, {os.cpu_count()} cores, {first.rounds} rounds",
+        left={"contender"},
     )
+
+
+async def measure_all(args: argparse.Namespace) -> None:
+    async with new_comm(args.backend, name="bench") as comm:
+        with Results[WeightsRow](report, args.json) as rows:
+            for nbytes in args.sizes:
+                rows.add(*await measure(comm, nbytes, args.rounds))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--sizes", type=lambda text: [int(s) for s in text.split(",")], default=SIZES, help="in bytes")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--sizes", type=lambda text: [int(s) for s in text.split(",")], default=[10**8, 10**9])
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="file to write the rows to")
     args = parser.parse_args()
-    if args.ranks < 2:
-        parser.error(f"argument --ranks: must be at least 2, got {args.ranks}")
-    if any(size < 4 for size in args.sizes):
-        parser.error(f"argument --sizes: must be at least 4 bytes, got {args.sizes}")
+    if min(args.servers, args.rounds, *args.sizes) < 1:
+        parser.error("arguments --servers, --sizes, --rounds: must be positive")
     return args
 
 
 def main() -> None:
     args = parse()
-    start_ranks(args.ranks)
-    torch.set_num_threads(1)
+    start_ranks(args.servers + 1)
+    torch.set_num_threads(1)  # several processes share the cores
     run(measure_all(args))
 
 

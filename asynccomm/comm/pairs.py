@@ -47,7 +47,7 @@ def pair_comm(
 
     Args:
         me, peer: the names of this process and of the other one, different, and unique among the users of the store.
-            The process with the smaller name, in the order of strings, is rank 0, the other one rank 1.
+            In the order of strings, the first name is rank 0, the other one rank 1.
         store: a store that both processes reach, see ``new_comm``; no process of a pair hosts it, so the store must be
             there. A comm: its store.
         backend, device, timeout, hints: see ``new_comm``.

@@ -18,9 +18,10 @@ import asyncio
 import contextlib
 import os
 import threading
+import traceback
 from collections.abc import Generator, Sequence
 from typing import Any, final
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from asynccomm.interop.torch_work import TorchWork
 
 _sharing = threading.Lock()
 _shared: WeakValueDictionary[int, _Awaited] = WeakValueDictionary()  # by id of the Work; the value holds the Work
+_waited: WeakKeyDictionary[dist.Work, _Awaited] = WeakKeyDictionary()  # a second ``wait`` would wait for a message more
 
 
 @final
@@ -76,7 +78,7 @@ class WrappedWork(Handle):
 
 def _awaited(work: dist.Work) -> _Awaited:
     with _sharing:
-        found = _shared.get(id(work))
+        found = _waited.get(work) or _shared.get(id(work))
         if found is None:
             found = _shared[id(work)] = _Awaited(work)
         return found
@@ -177,7 +179,12 @@ class _Awaited(Outcome):
                     torch.cuda.current_stream(gpu).synchronize()
             error = _failure(self._work) if gpus else None
         except Exception as exc:
+            traceback.clear_frames(exc.__traceback__)  # their locals would keep the Work alive
             error = exc
+        with _sharing:
+            if self._future is None:
+                _shared.pop(id(self._work), None)
+                _waited[self._work], self._work = self, None  # the dictionary must not keep its key alive
         self._settle(outputs, error)
 
     def _settle(self, outputs: list[Tensor], error: BaseException | None = None) -> None:

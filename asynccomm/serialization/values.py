@@ -152,7 +152,7 @@ class _Flattening:
     def __init__(self, is_plain: Callable[[object], bool]) -> None:
         self._is_plain = is_plain
         self._numbers: dict[int, int] = {}  # by id
-        self._kept: list[object] = []  # by number: an id is valid as long as its object lives
+        self._kept: list[object] = []  # an id is valid as long as its object lives
         self.nodes: list[Node] = []
         self.unfilled: deque[tuple[int, Any]] = deque()
         self.rest: list[object] = []

@@ -1,8 +1,8 @@
 """Buckets: the messages in which the transfers of a plan travel.
 
 Small boxes are packed together into one message; a large box has messages of its own, cut along its first dimensions.
-Sender and receiver cut alike. A message of one box is its elements in row-major order, so an end with a tensor of
-that order and of the dtype of the server sends from or receives into that tensor; any other end copies.
+Sender and receiver cut alike. A message of one box is its elements in row-major order, so an end that has them
+in that order, in the dtype of the server, sends from or receives into that tensor; any other end copies.
 """
 
 from __future__ import annotations

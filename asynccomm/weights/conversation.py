@@ -5,23 +5,19 @@ A job is one transfer of one version: a push, or the delivery of the newest vers
     trainer                          server
                               <-     Ready(), ahead of the job: the second copy of the weights is free
     Begin(job, version)       ->     (the first trainer sends it)
-    Go(job, attempt, fan)     ->     receives the buckets, over the pair or a fan
+    Go(job, attempt, fan)     ->     receives the buckets over the fan, a comm of the trainer and some servers
                               <-     Done(job, attempt, error)
-    CommitVersion(job)               ->     the version is complete
+    Complete(job)               ->     the version is complete
     or Abandon(job, reason)   ->     the version before stays
 
-All trainers of a server send the same end of a job. ``transmission`` describes the messages with buckets.
+All trainers of a server send the same end of a job.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, TypeVar, final
-
-import torch
-from torch import Tensor
 
 from asynccomm.comm.comm import Comm
 from asynccomm.control.transport.schema import Message, TaggedMessage, dumps, loads
@@ -29,16 +25,15 @@ from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError
 from asynccomm.weights.layout import Slice
 
-__all__ = ["Conversation", "FinishedError", "Route"]
+__all__ = ["Conversation", "FinishedError"]
 
 TRAINER, SERVER = 0, 1  # ranks in a pair comm
-STOP, GO = 0, 1  # headers
 CLOSE_SECONDS: Final = 2.0  # for the other side to answer the last message
 
 
 @final
 class Fan(Message, frozen=True):
-    """A comm of one trainer and several servers that want the same."""
+    """A comm of one trainer and one or more servers that want the same."""
 
     key: int  #: names the comm among those of the trainer
     rank: int  #: of the addressed server
@@ -46,7 +41,7 @@ class Fan(Message, frozen=True):
 
 
 @final
-class ServerWelcome(TaggedMessage, frozen=True):
+class TrainerLayouts(TaggedMessage, frozen=True):
     trainers: list[dict[str, Slice]]  #: the layout of each
     bucket_bytes: int
 
@@ -91,7 +86,7 @@ class Ready(TaggedMessage, frozen=True):
 @final
 class Go(TrainerMessage, frozen=True):
     attempt: int
-    fan: Fan | None = None  #: None: the pair
+    fan: Fan
 
 
 @final
@@ -101,7 +96,7 @@ class Done(JobMessage, frozen=True):
 
 
 @final
-class CommitVersion(Ending, frozen=True):
+class Complete(Ending, frozen=True):
     pass
 
 
@@ -110,7 +105,7 @@ class Abandon(Ending, frozen=True):
     reason: str
 
 
-AnyMessage: TypeAlias = ServerWelcome | LayoutOffer | Connected | Begin | Ready | Go | Done | CommitVersion | Abandon
+AnyMessage: TypeAlias = TrainerLayouts | LayoutOffer | Connected | Begin | Ready | Go | Done | Complete | Abandon
 M = TypeVar("M", bound=TaggedMessage)
 
 
@@ -145,17 +140,22 @@ class Conversation:
             self._sink.put(dumps(message)).add_done_callback(_observe)
 
     async def hear(self, kind: type[M], job: int | None = None) -> M:
-        """The next message of ``kind``, of ``job`` alone; messages of earlier jobs are dropped. One task per kind.
+        """The next message of ``kind``, of ``job`` alone; messages of earlier jobs are dropped.
 
         Raises: FinishedError, BrokenError, PayloadError.
         """
+        message = await self.wait_for(kind, job)
+        self._heard.remove(message)
+        return message
+
+    async def wait_for(self, kind: type[M], job: int | None = None) -> M:
+        """As :meth:`hear`, which gives the same message afterwards."""
         while True:
             for message in list(self._heard):
-                if not isinstance(message, kind):
-                    continue
-                self._heard.remove(message)
-                if job is None or (isinstance(message, JobMessage) and message.job == job):
-                    return message
+                if isinstance(message, kind):
+                    if job is None or (isinstance(message, JobMessage) and message.job == job):
+                        return message
+                    self._heard.remove(message)
             if self._ended is not None:
                 raise self._ended
             self._news.clear()
@@ -177,7 +177,7 @@ class Conversation:
             self._news.set()
 
     async def aclose(self) -> None:
-        """End the conversation in order: the other side gets a FinishedError. No bucket may be on its way."""
+        """End the conversation in order: the other side gets a FinishedError."""
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._sink.close()
@@ -200,24 +200,3 @@ class Conversation:
 
 def _observe(work: Work[Any]) -> None:
     work.exception()
-
-
-@final
-class Route:
-    """The way of buckets from a trainer to one server, over their pair, or to several, over a fan."""
-
-    def __init__(self, comm: Comm, *, fan: bool) -> None:
-        self.comm = comm
-        self.fan = fan
-
-    def header(self, value: int) -> Tensor:
-        return torch.full((1,), value, dtype=torch.int64, device=self.comm.device)
-
-    def send(self, tensor: Tensor) -> Work[Tensor]:
-        return self.comm.broadcast(tensor, TRAINER) if self.fan else self.comm.send(tensor, SERVER)
-
-    def receive(self, tensor: Tensor) -> Work[Tensor]:
-        """Post a receive; the trainer may take any time."""
-        if self.fan:
-            return self.comm.broadcast(tensor, TRAINER, timeout=math.inf)
-        return self.comm.recv(tensor, TRAINER, timeout=math.inf)

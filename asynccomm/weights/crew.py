@@ -15,12 +15,12 @@ from torch import Tensor
 from asynccomm.comm.comm import Comm
 from asynccomm.control.transport.schema import dumps, loads
 from asynccomm.errors import ClosedError
-from asynccomm.weights.admission import ServerAdmission
-from asynccomm.weights.conversation import Abandon, Begin, CommitVersion
+from asynccomm.weights.conversation import Abandon, Begin, Complete
+from asynccomm.weights.dispatch import Dispatch, ServerLink, Shipment
 from asynccomm.weights.errors import LayoutError, PushAbandonedError
 from asynccomm.weights.layout import Weights
-from asynccomm.weights.member import ConnectedServer, Dispatch, VersionDelivery
 from asynccomm.weights.orders import Admit, AnyOrder, Deliver, End, Report, Start, Verdict, verdict
+from asynccomm.weights.reception import Reception
 from asynccomm.weights.transmission import aside
 
 __all__ = ["Crew", "PushRequest", "PushResult"]
@@ -83,9 +83,9 @@ class Crew:
     """
 
     def __init__(
-        self, group: Comm, admission: ServerAdmission, dispatch: Dispatch, read: Callable[[], Weights], *, retain: bool
+        self, group: Comm, reception: Reception, dispatch: Dispatch, read: Callable[[], Weights], *, retain: bool
     ) -> None:
-        self._group, self._admission, self._dispatch = group, admission, dispatch
+        self._group, self._reception, self._dispatch = group, reception, dispatch
         self._read, self._retain = read, retain
         self.version = 0  #: the newest version that was pushed; 0: none
         self._copy: dict[str, Tensor] = {}
@@ -135,7 +135,7 @@ class Crew:
                         if not self.started.done():
                             self.started.set_result(None)
                     case Admit():
-                        self._admission.admit(order)
+                        self._reception.admit(order)
                     case Deliver():
                         await self._deliver(order, request)
                     case End():
@@ -167,38 +167,38 @@ class Crew:
         """On the first trainer: the order for all; None if there is nothing to do any more."""
         if isinstance(given, (Start, Admit, End)):
             return given
-        gone = self._admission.gone()
+        gone = self._reception.gone()
         self._job += 1
         if isinstance(given, PushRequest):
             version = self.version + 1 if given.version is None else given.version
-            return Deliver(self._job, version, True, list(self._admission.connected), gone)
-        member = self._admission.connected.get(given)
+            return Deliver(self._job, version, True, list(self._reception.connected), gone)
+        member = self._reception.connected.get(given)
         if member is None or not self._copied or member.version == self._copied:
             return None if not gone else Deliver(self._job, self._copied, False, [], gone)
         return Deliver(self._job, self._copied, False, [given], gone)
 
     async def _deliver(self, order: Deliver, request: PushRequest | None) -> None:
         for number in order.gone:
-            await self._admission.drop(number, "the server has left")
+            await self._reception.drop(number, "the server has left")
         if order.push:
             await self._group.barrier(timeout=math.inf)  # all trainers have called: till here, each may still cancel
-        members, lost = await self._admission.members(order.servers)
-        labels = self._admission.labels(order.servers)
+        members, lost = await self._reception.members(order.servers)
+        labels = self._reception.labels(order.servers)
         if self.first:
             info = None if request is None else request.info
             for member in members:
                 member.talk.say(Begin(order.job, order.version, info))
-        task = VersionDelivery(order.job, self._copy, self._layout, lost=lost)
+        task = Shipment(order.job, self._copy, self._layout, lost=lost)
         stopped, error = await self._send(order, request, task, members)
         report = dumps(Report(task.nbytes, stopped, task.lost))
         texts: Any = await self._group.all_gather_object(report, timeout=math.inf)
         outcome = verdict([loads(Report, text) for text in texts])
         for member in members:
             if member.number not in outcome.lost:
-                member.talk.say(Abandon(order.job, outcome.reason) if outcome.reason else CommitVersion(order.job))
+                member.talk.say(Abandon(order.job, outcome.reason) if outcome.reason else Complete(order.job))
                 member.version = member.version if outcome.reason else order.version
         for number, reason in outcome.lost.items():
-            await self._admission.drop(number, reason)
+            await self._reception.drop(number, reason)
         if request is not None:
             self._finish(order, request, outcome, labels, error)
 
@@ -224,7 +224,7 @@ class Crew:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     async def _send(
-        self, order: Deliver, request: PushRequest | None, task: VersionDelivery, members: Sequence[ConnectedServer]
+        self, order: Deliver, request: PushRequest | None, task: Shipment, members: Sequence[ServerLink]
     ) -> tuple[str, Exception | None]:
         """Send this trainer's part.
 
@@ -258,7 +258,7 @@ class Crew:
         if order.version <= self.version:
             raise ValueError(f"version must be above {self.version}, got {order.version}")
 
-    async def _push(self, request: PushRequest, task: VersionDelivery, members: Sequence[ConnectedServer]) -> None:
+    async def _push(self, request: PushRequest, task: Shipment, members: Sequence[ServerLink]) -> None:
         weights = self._read()
         if weights.layout != self._layout:
             names = [*weights.layout, *self._layout]

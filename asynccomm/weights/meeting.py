@@ -13,6 +13,7 @@ Keys, under the publisher's name::
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Self, final
@@ -32,7 +33,7 @@ from asynccomm.store.base import Store
 
 __all__ = ["Meeting", "PublisherSettings"]
 
-LOOK_SECONDS: Final = 2.0  # between looks for a server that took a number and was lost before it wrote its key
+LOOK_SECONDS: Final = 2.0  # between looks for the place of one that took a number and was lost before it wrote its key
 
 
 @final
@@ -106,11 +107,18 @@ class Meeting:
     # -- for servers --------------------------------------------------------------------------------------------------
 
     async def find(self, least: int) -> Self:
-        """Wait for the newest publisher, from number ``least`` on."""
-        number = max(least, await self._room.add("publishers", 0))
-        text = await self._room.get(f"{number}/open", self.timeout)
-        settings = loads(PublisherSettings, text)
-        return replace(self, publisher=number, backend=settings.backend)
+        """Wait for the newest publisher that is open, from number ``least`` on. Raises: StoreTimeoutError."""
+        deadline = time.monotonic() + self.timeout
+        while True:
+            number = max(least, await self._room.add("publishers", 0))
+            left = max(0.0, deadline - time.monotonic())
+            try:  # a publisher may be lost before it opens, and another one take its place
+                text = await self._room.get(f"{number}/open", min(left, LOOK_SECONDS))
+            except StoreTimeoutError:
+                if left <= LOOK_SECONDS:
+                    raise StoreTimeoutError(f"no publisher {self.name!r} came within {self.timeout:g} s") from None
+            else:
+                return replace(self, publisher=number, backend=loads(PublisherSettings, text).backend)
 
     async def replaced(self) -> None:
         """Wait until a newer publisher opens: this one may be lost, with keys that are left in the store."""

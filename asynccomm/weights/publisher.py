@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from datetime import timedelta
@@ -18,13 +19,13 @@ from asynccomm.errors import ClosedError, RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, check_name, seconds
 from asynccomm.store.base import Store, within
-from asynccomm.weights.admission import ServerAdmission
 from asynccomm.weights.crew import FIRST, Crew, PushResult
+from asynccomm.weights.dispatch import Dispatch
 from asynccomm.weights.errors import LayoutError
 from asynccomm.weights.layout import Region, Rename, Shard, Slice, State, Weights, collect
 from asynccomm.weights.meeting import Meeting
-from asynccomm.weights.member import Dispatch
 from asynccomm.weights.orders import End, Start
+from asynccomm.weights.reception import Reception
 
 __all__ = ["Publisher"]
 
@@ -57,7 +58,7 @@ class Publisher(Handle):
             the copy, such servers wait for the next push.
         bucket_mb: the limit of a message, in units of 2**20 bytes. Each trainer holds up to four messages for each
             server, and so does the server.
-        broadcast: broadcast to servers that want the same of a trainer, in place of a send for each.
+        broadcast: send once to servers that want the same of a trainer, in place of once for each.
         backend: of the comms with the servers; None: ``"auto"``, or ``"loopback"`` if that is the backend of ``comm``.
         timeout: seconds or a timedelta that a server may take for each step (connecting, getting ready for a version,
             receiving it) before it counts as lost; None: 600.
@@ -102,7 +103,7 @@ class Publisher(Handle):
         self._own = CommInfo(comm.name, comm.rank, comm.size, comm.device)
         self._layout = self._read().layout
         self._crew: Crew | None = None
-        self._admission: ServerAdmission | None = None
+        self._reception: Reception | None = None
         self._group: Comm | None = None
         self._resources = AsyncExitStack()
 
@@ -117,12 +118,12 @@ class Publisher(Handle):
     @property
     def servers(self) -> tuple[str, ...]:
         """On rank 0: the labels of the connected servers. On other ranks: empty."""
-        return () if self._admission is None else self._admission.present()
+        return () if self._reception is None else self._reception.present()
 
     @property
     def refused(self) -> Mapping[str, LayoutError]:
         """On rank 0: the errors of servers with weights that did not fit, by label. On other ranks: empty."""
-        return {} if self._admission is None else dict(self._admission.refused)
+        return {} if self._reception is None else dict(self._reception.refused)
 
     async def __aenter__(self) -> Self:
         """Open the publisher, and wait for ``servers`` servers.
@@ -143,15 +144,15 @@ class Publisher(Handle):
             number: Any = await group.broadcast_object(await meeting.register() if group.rank == FIRST else None, FIRST)
             meeting = meeting.of(number)
             layouts = [loads(dict[str, Slice], text) for text in texts]
-            self._admission = ServerAdmission(meeting, group.rank, layouts, self._bucket_bytes, self._timeout)
-            stack.push_async_callback(self._admission.aclose)
-            dispatch = Dispatch(meeting, group.rank, self._timeout, fans=self._broadcast)
+            self._reception = Reception(meeting, group.rank, layouts, self._bucket_bytes, self._timeout)
+            stack.push_async_callback(self._reception.aclose)
+            dispatch = Dispatch(meeting, group.rank, self._timeout, shared=self._broadcast)
             stack.push_async_callback(dispatch.aclose)
-            self._crew = Crew(group, self._admission, dispatch, self._read, retain=self._retain)
+            self._crew = Crew(group, self._reception, dispatch, self._read, retain=self._retain)
             stack.push_async_callback(self._end, self._crew)
             if self._crew.first:
                 await meeting.accept()
-                greeting = asyncio.create_task(self._admission.greet(self._crew.order, self._on_news))
+                greeting = asyncio.create_task(self._reception.greet(self._crew.order, self._on_news))
                 stack.push_async_callback(_cancel, greeting)
                 if not self._expected:
                     self._crew.order(Start())
@@ -161,7 +162,7 @@ class Publisher(Handle):
 
     async def _wait_started(self, crew: Crew) -> None:
         try:
-            async with within(self._timeout):
+            async with within(self._timeout if crew.first else math.inf):  # the first trainer ends the others' wait
                 await asyncio.shield(crew.started)
         except TimeoutError:
             raise RendezvousError(
@@ -223,8 +224,8 @@ class Publisher(Handle):
         """Close the publisher: the updates of its servers end. An exception also ends it on the other trainers."""
         if exc is not None and self._group is not None:
             self._group.abort(reason_of(exc))
-            assert self._admission is not None
-            self._admission.reason = reason_of(exc)
+            assert self._reception is not None
+            self._reception.reason = reason_of(exc)
         await self._resources.aclose()
 
     async def _end(self, crew: Crew) -> None:

@@ -1,8 +1,7 @@
-"""Sending and receiving the buckets of one attempt: packing and unpacking overlap with the transport.
+"""Sending and receiving the buckets of one attempt, over a fan: a comm of a trainer, rank 0, and some servers.
 
-Each bucket is a header, GO or STOP, and its elements. The receiver posts the receives of some buckets ahead, so a
-receiver with a busy event loop does not hold the transport up. A sender that stops sends STOP and zeros for as many
-buckets as the receiver has posted; then no receive is left over.
+Each bucket is a broadcast. The receivers post some broadcasts ahead, so a receiver with a busy event loop does not hold
+the transport up; packing and unpacking overlap with the transport. A sender that stops aborts the fan.
 
 Each side holds AHEAD messages at most, beside the tensors. Copies on the CPU run in threads, so that the event loop
 goes on; copies on a GPU are started by the loop's thread, in the order of its stream.
@@ -11,25 +10,24 @@ goes on; copies on a GPU are started by the loop's thread, in the order of its s
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from asynccomm.comm.comm import Comm
 from asynccomm.core.tasks import detach
 from asynccomm.core.work import Work
-from asynccomm.errors import AsyncCommError
 from asynccomm.weights.buckets import Bucket, direct, largest, pack, unpack
-from asynccomm.weights.conversation import GO, STOP, Route
 from asynccomm.weights.layout import Layout
 
-AHEAD: Final = 4  # buckets in flight; the same on both sides
-STOP_SECONDS: Final = 5.0  # for the bucket on its way to arrive, once a push is stopped
-INLINE: Final = 64 << 10  # bytes; their copy takes less time than a thread's turn
+ROOT: Final = 0  # the trainer's rank in a fan
+AHEAD: Final = 4  # buckets in flight
+INLINE: Final = 64 << 10  # bytes; a copy takes less time than a thread's turn
 
 
 async def aside(function: Callable[[], object], nbytes: int, device: torch.device) -> None:
@@ -49,46 +47,35 @@ async def aside(function: Callable[[], object], nbytes: int, device: torch.devic
         raise cancelled
 
 
-async def send(route: Route, buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], layout: Layout) -> None:
-    """Send ``buckets``. After a cancellation or an error, no operation reads ``tensors`` any more.
+async def send(fan: Comm, buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], layout: Layout) -> None:
+    """Send ``buckets``. After a cancellation or an error the fan must be aborted.
 
-    Raises: BrokenError of the route's comm.
+    Raises: BrokenError of the fan.
     """
-    device = route.comm.device
     straight = [direct(bucket, tensors, layout, sending=True) for bucket in buckets]
-    buffers = _buffers(buckets, straight, device)
-    go, flying, sent = route.header(GO), deque[list[Work[Tensor]]](), 0
-    try:
-        for number, (bucket, message) in enumerate(zip(buckets, straight, strict=True)):
-            while len(flying) >= AHEAD:
-                await _all(flying[0])
-                flying.popleft()
-            if message is None:
-                message = buffers[number % AHEAD][: bucket.nbytes]  # its last user was AHEAD buckets ago
-                await aside(partial(pack, bucket, tensors, layout, message), bucket.nbytes, device)
-            sent += 1
-            flying.append([route.send(go), route.send(message)])
-        while flying:
-            await _all(flying[0])
-            flying.popleft()
-    except BaseException:
-        with suppress(AsyncCommError):
-            for bucket in buckets[sent : sent + AHEAD]:
-                zeros = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device)
-                flying.append([route.send(route.header(STOP)), route.send(zeros)])
-        await _settled([work for works in flying for work in works], route)
-        raise
+    buffers = _buffers(buckets, straight, fan.device)
+    flying: deque[Work[Tensor]] = deque()
+    for number, (bucket, message) in enumerate(zip(buckets, straight, strict=True)):
+        if len(flying) == AHEAD:
+            await flying.popleft()
+        if message is None:
+            message = buffers[number % AHEAD][: bucket.nbytes]  # its last user was AHEAD buckets ago
+            await aside(partial(pack, bucket, tensors, layout, message), bucket.nbytes, fan.device)
+        flying.append(fan.broadcast(message, ROOT))
+    while flying:
+        await flying.popleft()
 
 
-async def receive(route: Route, buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], layout: Layout) -> bool:
-    """Receive ``buckets`` into ``tensors``. Returns whether all have come; else the trainer has stopped.
+async def receive(fan: Comm, buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], layout: Layout) -> None:
+    """Receive ``buckets`` into ``tensors``; the trainer may take any time.
 
-    Raises: BrokenError of the route's comm.
+    After a cancellation or an error the fan must be aborted.
+
+    Raises: BrokenError of the fan.
     """
-    device = route.comm.device
     straight = [direct(bucket, tensors, layout, sending=False) for bucket in buckets]
-    buffers = _buffers(buckets, straight, device)
-    posted: deque[tuple[Work[Tensor], Work[Tensor]]] = deque()
+    buffers = _buffers(buckets, straight, fan.device)
+    posted: deque[Work[Tensor]] = deque()
     unpacking: dict[int, asyncio.Task[None]] = {}
 
     async def post(number: int) -> None:
@@ -99,23 +86,17 @@ async def receive(route: Route, buckets: Sequence[Bucket], tensors: Mapping[str,
         message = straight[number]
         if message is None:
             message = buffers[number % AHEAD][: buckets[number].nbytes]
-        posted.append((route.receive(route.header(STOP)), route.receive(message)))
+        posted.append(fan.broadcast(message, ROOT, timeout=math.inf))
 
     try:
         for number in range(AHEAD):
             await post(number)
         for number, bucket in enumerate(buckets):
-            header, data = posted.popleft()
-            going = int((await header).item()) == GO
-            message = await data
-            if not going:
-                await _all([work for works in posted for work in works])
-                return False
+            message = await posted.popleft()
             if straight[number] is None:
                 copying = partial(unpack, bucket, tensors, layout, message)
-                unpacking[number] = asyncio.create_task(aside(copying, bucket.nbytes, device))
+                unpacking[number] = asyncio.create_task(aside(copying, bucket.nbytes, fan.device))
             await post(number + AHEAD)
-        return True
     finally:
         for task in unpacking.values():
             await _finished(task)
@@ -125,26 +106,6 @@ def _buffers(buckets: Sequence[Bucket], straight: Sequence[Tensor | None], devic
     """Memory for the buckets that must be copied."""
     size = largest(buckets, [message is None for message in straight])
     return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(AHEAD if size else 0)]
-
-
-async def _all(works: Sequence[Work[Any]]) -> None:
-    for work in works:
-        await work
-
-
-async def _settled(works: Sequence[Work[Any]], route: Route) -> None:
-    """Wait for the end of ``works``, also while this task is cancelled again; a receiver that is stuck is given up."""
-    reason = f"a bucket did not arrive within {STOP_SECONDS:g} s after the push was stopped"
-    giving_up = asyncio.get_running_loop().call_later(STOP_SECONDS, route.comm.abort, reason)
-    try:
-        for work in works:
-            with suppress(AsyncCommError):
-                while not work.done():
-                    with suppress(asyncio.CancelledError):
-                        await work
-                work.exception()
-    finally:
-        giving_up.cancel()
 
 
 async def _finished(task: asyncio.Task[None]) -> None:

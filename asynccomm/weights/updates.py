@@ -25,14 +25,14 @@ from asynccomm.weights.conversation import (
     Conversation,
     FinishedError,
     LayoutOffer,
-    ServerWelcome,
+    TrainerLayouts,
 )
 from asynccomm.weights.errors import LayoutError, PushAbandonedError
 from asynccomm.weights.layout import Weights
-from asynccomm.weights.link import TrainerLink
 from asynccomm.weights.meeting import Meeting
 from asynccomm.weights.plan import plan
 from asynccomm.weights.staging import Staging
+from asynccomm.weights.trainer_link import TrainerLink
 
 __all__ = ["Site", "Update", "Updates"]
 
@@ -207,7 +207,7 @@ class Updates(Handle, AsyncIterator[Update]):
         lead = Conversation(await meeting.pair(0, number, SERVER), TRAINER, "trainer 0")
         try:
             async with within(site.timeout):
-                welcome = await lead.hear(ServerWelcome)
+                welcome = await lead.hear(TrainerLayouts)
             lead.say(LayoutOffer(site.label, layout, site.strict))
             plans = plan(welcome.trainers, layout, site.label, strict=site.strict)
         except BaseException as exc:

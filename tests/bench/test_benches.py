@@ -220,14 +220,15 @@ def test_models_are_of_the_size_that_is_known() -> None:
 
 
 @pytest.mark.exhaustive
-def test_weights_has_a_row_per_size(tmp_path: Path) -> None:
+def test_weights_has_a_row_per_contender(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    done = bench("weights.py", *("--sizes", "1000000,20000000"), *("--rounds", 1), "--json", out)
+    done = bench("weights.py", *("--servers", 1), *("--sizes", 100000), *("--rounds", 1), "--json", out)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())
-    assert [(row["bytes"], row["servers"]) for row in rows] == [(1000000, 2), (20000000, 2)]
+    assert [row["contender"] for row in rows] == ["one broadcast", "one send each", "broadcast_state"]
     for row in rows:
-        assert row["push_gbps"] == pytest.approx(row["bytes"] / row["push_ms"] / 1e6)
+        assert (row["servers"], row["rounds"]) == (1, 1)
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["push_ms"] / 1e6)
         assert row["idle_p99_ms"] > 0
 
 
@@ -238,7 +239,7 @@ BAD_ARGUMENTS = {
     "rounds": (["completion.py", "--rounds", "0"], "arguments --delays, --rounds, --late: must be positive"),
     "ranks": (["agreed.py", "--simulate", "2,0"], "arguments --simulate, --ops, --rounds, --ranks: must be positive"),
     "bucket-mb": (["gradients.py", "--bucket-mb", "0"], "argument --bucket-mb: must be positive, got 0"),
-    "sizes": (["weights.py", "--sizes", "0"], r"argument --sizes: must be at least 4 bytes, got [0]"),
+    "weights": (["weights.py", "--servers", "0"], "arguments --servers, --sizes, --rounds: must be positive"),
     "lists": (
         ["coalesce.py", "--lists", "64 x 64 B,a shopping list"],
         "argument --lists: there is no list 'a shopping list'",

@@ -257,7 +257,25 @@ async def test_types_of_errors_are_kept() -> None:
     for _ in range(2):
         with pytest.raises(KeyError, match="like that"):
             await WrappedWork([work])
+        gc.collect()
     assert work.waits == 1
+    died = weakref.ref(work)
+    del work, fail
+    gc.collect()
+    assert died() is None
+
+
+async def test_a_finished_work_is_not_waited_for_again() -> None:
+    """A second wait of gloo's receive would wait for a second message."""
+    work = Own(lambda: None)
+    for _ in range(2):
+        assert await WrappedWork([work]) == []
+        gc.collect()
+    assert work.waits == 1
+    died = weakref.ref(work)
+    del work
+    gc.collect()
+    assert died() is None
 
 
 async def test_one_that_has_failed_already() -> None:

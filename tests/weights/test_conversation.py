@@ -13,13 +13,11 @@ from asynccomm import AbortedError, PayloadError
 from asynccomm.testing import loopback_world
 from asynccomm.weights import conversation as module
 from asynccomm.weights.conversation import (
-    GO,
     SERVER,
-    STOP,
     TRAINER,
     Abandon,
     Begin,
-    CommitVersion,
+    Complete,
     Conversation,
     Done,
     Ending,
@@ -27,9 +25,10 @@ from asynccomm.weights.conversation import (
     FinishedError,
     Go,
     Ready,
-    Route,
     TrainerMessage,
 )
+
+FAN = Fan(4, 1, 3)
 
 
 @asynccontextmanager
@@ -41,14 +40,15 @@ async def pair() -> AsyncIterator[tuple[Conversation, Conversation]]:
 async def test_messages_come_by_kind_and_job() -> None:
     async with pair() as (trainer, server):
         trainer.say(Begin(1, 10, {"loss": 0.5}))
-        trainer.say(Go(1, 0, Fan(4, 1, 3)))
+        trainer.say(Go(1, 0, FAN))
         trainer.say(Abandon(1, "no"))
-        trainer.say(Go(2, 0))
-        trainer.say(CommitVersion(2))
+        trainer.say(Go(2, 0, FAN))
+        trainer.say(Complete(2))
         assert await server.hear(Begin) == Begin(1, 10, {"loss": 0.5})
-        assert await server.hear(TrainerMessage, 1) == Go(1, 0, Fan(4, 1, 3))
-        assert await server.hear(TrainerMessage, 2) == Go(2, 0)  # the end of job 1 is dropped
-        assert await server.hear(Ending, 2) == CommitVersion(2)
+        assert await server.wait_for(TrainerMessage, 1) == Go(1, 0, FAN)
+        assert await server.hear(TrainerMessage, 1) == Go(1, 0, FAN)
+        assert await server.hear(TrainerMessage, 2) == Go(2, 0, FAN)  # the end of job 1 is dropped
+        assert await server.hear(Ending, 2) == Complete(2)
         waiting = asyncio.ensure_future(trainer.hear(Done, 2))
         server.say(Ready())
         server.say(Done(2, 0, "an error"))
@@ -59,11 +59,11 @@ async def test_messages_come_by_kind_and_job() -> None:
 
 async def test_the_other_side_hears_the_end() -> None:
     async with pair() as (trainer, server):
-        trainer.say(CommitVersion(1))
+        trainer.say(Complete(1))
         await trainer.aclose()
-        assert await server.hear(CommitVersion) == CommitVersion(1)
+        assert await server.hear(Complete) == Complete(1)
         with pytest.raises(FinishedError, match="the trainer has ended"):
-            await server.hear(CommitVersion)
+            await server.hear(Complete)
         server.say(Ready())  # without effect
         await server.aclose()
         assert isinstance(trainer.ended, FinishedError)
@@ -95,15 +95,3 @@ async def test_a_damaged_message_ends_the_conversation(item: object) -> None:
         with pytest.raises(PayloadError, match="a message of the server cannot be read"):
             await talk.hear(Begin)
         await talk.abort("damaged")
-
-
-@pytest.mark.parametrize("fan", [True, False])
-async def test_routes(fan: bool) -> None:
-    async with loopback_world(2) as (first, second):
-        out, back = Route(first, fan=fan), Route(second, fan=fan)
-        for value in (GO, STOP):
-            out.send(out.header(value))
-            assert (await back.receive(back.header(STOP))).tolist() == [value]
-        tensor = torch.zeros(3)
-        out.send(torch.ones(3))
-        assert (await back.receive(tensor)).sum() == 3

@@ -31,8 +31,15 @@ async def test_a_server_finds_the_newest_publisher() -> None:
     finding.cancel()
     assert (await server.find(1)).publisher == 2
     assert (await server.find(1)).backend == "loopback"
-    with pytest.raises(StoreTimeoutError):
-        await (await place(store, 0.01, "another")).find(1)
+    assert await (await place(store)).register() == 3  # and is lost before it opens
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "LOOK_SECONDS", 0.01)
+        finding = asyncio.ensure_future(server.find(3))
+        await asyncio.sleep(0)
+        await (await place(store)).of(await (await place(store)).register()).accept()
+        assert (await finding).publisher == 4
+    with pytest.raises(StoreTimeoutError, match=r"no publisher 'w' came within 0\.01 s"):
+        await (await place(MemoryStore(), 0.01)).find(1)
 
 
 async def test_servers_are_met_in_order_also_after_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from asynccomm.errors import BackendError
 
 # Memory that can never be executed; since Linux 6.3. Some systems allow no other memfd, older ones reject the flag.
 _MFD_NOEXEC_SEAL: Final = 0x8
-_DIRECTORIES: Final = ("/dev/shm",)  # tried before the directory for temporary files, which may be on a disk
+_DEV_SHM: Final = "/dev/shm"
 
 
 def create(nbytes: int) -> int:
@@ -29,11 +29,12 @@ def create(nbytes: int) -> int:
     Raises: BackendError with the size and the system's error texts.
     """
     reasons = []
-    for place in (None, *_DIRECTORIES, tempfile.gettempdir()):
+    ways = (("memfd", _memfd), (_DEV_SHM, _in_dev_shm), ("the directory for temporary files", _in_temporary_files))
+    for name, way in ways:
         try:
-            return _memfd(nbytes) if place is None else _unlinked(place, nbytes)
+            return way(nbytes)
         except OSError as exc:
-            reasons.append(f"{place or 'memfd'}: {exc.strerror}")
+            reasons.append(f"{name}: {exc.strerror}")
     raise BackendError(
         f"no shared memory of {nbytes} bytes to be had ({'; '.join(reasons)}); "
         f"hints 'chunk_bytes' and 'message_bytes' make it smaller"
@@ -56,6 +57,15 @@ def _memfd(nbytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _in_dev_shm(nbytes: int) -> int:
+    return _unlinked(_DEV_SHM, nbytes)
+
+
+def _in_temporary_files(nbytes: int) -> int:
+    """Create a file that may be on a disk. Without descriptors left, not even the directory is found."""
+    return _unlinked(tempfile.gettempdir(), nbytes)
 
 
 def _unlinked(directory: str, nbytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import threading
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -15,8 +15,13 @@ class Network:
     """Hands messages over; a rank that is poisoned gets none any more."""
 
     def __init__(self) -> None:
-        self._under_way: defaultdict[Key, SimpleQueue[Tensor | None]] = defaultdict(SimpleQueue)
+        self._under_way: dict[Key, SimpleQueue[Tensor | None]] = {}
+        self._lock = threading.Lock()  # both sides of a message may be the first that look for its queue
         self.sent: list[Key] = []
+
+    def _queue(self, key: Key) -> SimpleQueue[Tensor | None]:
+        with self._lock:
+            return self._under_way.setdefault(key, SimpleQueue())
 
     def of(self, rank: int) -> Any:
         """The group as ``rank`` has it."""
@@ -25,11 +30,11 @@ class Network:
         class Group:
             def send(self, tensor: Tensor, peer: int, tag: int) -> _Sent:
                 network.sent.append((rank, peer, tag))
-                network._under_way[rank, peer, tag].put(tensor.clone())
+                network._queue((rank, peer, tag)).put(tensor.clone())
                 return _Sent()
 
             def recv(self, tensor: Tensor, peer: int, tag: int) -> _Coming:
-                return _Coming(tensor, network._under_way[peer, rank, tag])
+                return _Coming(tensor, network._queue((peer, rank, tag)))
 
             def poison(self) -> None:
                 for (_, receiver, _), messages in list(network._under_way.items()):

@@ -88,7 +88,7 @@ def test_without_memfd_an_unlinked_file() -> None:
 
 @pytest.mark.usefixtures("no_memfd")
 def test_without_dev_shm_a_file_among_the_temporary_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(segment_module, "_DIRECTORIES", (str(tmp_path / "none"),))
+    monkeypatch.setattr(segment_module, "_DEV_SHM", str(tmp_path / "none"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     check(create(SIZE))
     assert not list(tmp_path.iterdir())
@@ -107,8 +107,20 @@ def test_no_room_says_what_was_tried_and_what_helps(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "ftruncate", full)  # of the memfd
     with pytest.raises(BackendError) as caught:
         create(SIZE)
-    for part in (str(SIZE), "memfd: No space left", f"{tempfile.gettempdir()}: No space", "chunk_bytes", "message_byt"):
+    places = [f"{place}: No space left" for place in ("memfd", "/dev/shm", "the directory for temporary files")]
+    for part in (str(SIZE), *places, "chunk_bytes", "message_bytes"):
         assert part in str(caught.value)
+
+
+def test_without_descriptors_not_even_the_directory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail)
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with pytest.raises(BackendError, match="temporary files: Too many open files"):
+        create(SIZE)
 
 
 def test_another_size_is_named() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import final
 
 from torch import Tensor
 
 from asynccomm.comm.comm import Comm
-from asynccomm.errors import AsyncCommError
+from asynccomm.errors import AsyncCommError, BrokenError
 from asynccomm.weights.buckets import cut, total
-from asynccomm.weights.conversation import Conversation, Done, Ending, Fan, Go, Ready, Route, TrainerMessage
+from asynccomm.weights.conversation import Conversation, Done, Ending, Go, Ready, TrainerMessage
 from asynccomm.weights.layout import Layout
 from asynccomm.weights.meeting import Meeting
 from asynccomm.weights.plan import BoxTransfer
@@ -38,7 +39,7 @@ class TrainerLink:
         self.nbytes = total(self._buckets)
         self._fan: tuple[int, Comm] | None = None  # its key, and the comm
         self._ready = False  # the trainer knows that the next version may come
-        self._receiving = False  # whether receives may be posted, which only an abort ends
+        self._receiving = False  # whether broadcasts are posted, which only an abort ends
 
     def get_ready(self) -> None:
         """Tell the trainer that the next version may come, unless it knows."""
@@ -49,7 +50,7 @@ class TrainerLink:
     async def receive(self, job: int, tensors: Mapping[str, Tensor], layout: Layout) -> Ending:
         """Receive this trainer's buckets of ``job``, in as many attempts as it makes; returns the trainer's last word.
 
-        After a cancellation the exchange must be aborted.
+        After a cancellation the link must be closed.
 
         Raises: FinishedError, BrokenError, PayloadError: the trainer is lost.
         """
@@ -58,31 +59,39 @@ class TrainerLink:
             if not isinstance(order, Go):
                 assert isinstance(order, Ending)
                 return order
-            self._ready, self._receiving = False, True
-            error = await self._attempt(order, tensors, layout)
-            self._receiving = False
-            self.talk.say(Done(job, order.attempt, error))
+            self._ready = False
+            self.talk.say(Done(job, order.attempt, await self._attempt(order, tensors, layout)))
 
-    async def _attempt(self, go: Go, tensors: Mapping[str, Tensor], layout: Layout) -> str:
+    async def _attempt(self, order: Go, tensors: Mapping[str, Tensor], layout: Layout) -> str:
         """One attempt; returns the error, or an empty text."""
-        if go.fan is None:
-            complete = await receive(Route(self.talk.comm, fan=False), self._buckets, tensors, layout)
-        else:
-            try:
-                comm = await self._in_fan(go.fan)
-                complete = await receive(Route(comm, fan=True), self._buckets, tensors, layout)
-            except AsyncCommError as exc:  # the trainer goes on over the pair
-                await self._leave_fan("the broadcast has failed")
-                return f"{type(exc).__name__}: {exc}"
-        return "" if complete else "the trainer has stopped"
+        error = ""
+        self._receiving = True
+        try:
+            await receive(await self._in_fan(order), self._buckets, tensors, layout)
+        except AsyncCommError as exc:  # the trainer may try again
+            error = f"{type(exc).__name__}: {exc}"
+            await self._leave_fan("the fan has failed")
+        self._receiving = False
+        return error
 
-    async def _in_fan(self, fan: Fan) -> Comm:
+    async def _in_fan(self, order: Go) -> Comm:
+        """The comm that ``order`` names; a new one is given up when the trainer gives another order."""
+        fan = order.fan
         if self._fan is not None and self._fan[0] == fan.key:
             return self._fan[1]
         await self._leave_fan("")
-        comm = await self._meeting.fan(self._trainer, fan.key, fan.rank, fan.size)
-        self._fan = fan.key, comm
-        return comm
+        making = asyncio.ensure_future(self._meeting.fan(self._trainer, fan.key, fan.rank, fan.size))
+        next_order = asyncio.ensure_future(self.talk.wait_for(TrainerMessage, order.job))
+        try:
+            await asyncio.wait([making, next_order], return_when=asyncio.FIRST_COMPLETED)
+            if not making.done():
+                raise BrokenError("the trainer did not wait for the fan")
+            self._fan = fan.key, making.result()
+            return self._fan[1]
+        finally:
+            for task in (making, next_order):
+                task.cancel()
+            await asyncio.gather(making, next_order, return_exceptions=True)
 
     async def _leave_fan(self, reason: str) -> None:
         """Close the fan, if there is one; with a ``reason``: abort it."""
@@ -94,10 +103,8 @@ class TrainerLink:
             await comm.aclose()
 
     async def aclose(self, reason: str) -> None:
-        """End the exchange; with a ``reason``, and where receives are posted, by an abort."""
-        if self._receiving and not reason:
-            reason = "the server has stopped receiving"
-        await self._leave_fan(reason)
+        """End the exchange; with a ``reason``: abort it."""
+        await self._leave_fan(reason or ("the server has left" if self._receiving else ""))
         if reason:
             await self.talk.abort(reason)
         else:

@@ -10,10 +10,11 @@ from typing import final
 from torch import Tensor
 
 from asynccomm.comm.comm import Comm
-from asynccomm.errors import AsyncCommError, BrokenError
+from asynccomm.core.tasks import shielded
+from asynccomm.errors import AsyncCommError
 from asynccomm.store.base import within
 from asynccomm.weights.buckets import Bucket, cut, total
-from asynccomm.weights.conversation import Conversation, Done, Fan, FinishedError, Go, Ready, Route
+from asynccomm.weights.conversation import Conversation, Done, Fan, FinishedError, Go, Ready
 from asynccomm.weights.layout import Layout
 from asynccomm.weights.meeting import Meeting
 from asynccomm.weights.plan import BoxTransfer
@@ -21,7 +22,7 @@ from asynccomm.weights.transmission import send
 
 
 @final
-class ConnectedServer:
+class ServerLink:
     """One server, as one trainer sees it.
 
     Args:
@@ -54,7 +55,7 @@ class ConnectedServer:
 
 @final
 @dataclass(slots=True)
-class VersionDelivery:
+class Shipment:
     """One version on its way from one trainer to servers."""
 
     job: int
@@ -66,74 +67,82 @@ class VersionDelivery:
 
 @final
 class Dispatch:
-    """Sends one version to several servers, over pairs and fans.
+    """Sends one version to several servers, over fans: comms for the buckets, beside the pairs.
 
-    Servers that want the same of this trainer form a fan, where each bucket is broadcast. A fan breaks when it loses a
-    server. The others then get the version again, each over its pair.
+    Servers that want the same of this trainer form one fan. A fan breaks when it loses a server; the others then get
+    the version again, each over a fan of its own.
 
     Args:
         meeting: the store where fans meet.
         rank: of this trainer.
         seconds: for each step of a server, until the server counts as lost.
-        fans: whether to make fans.
+        shared: whether several servers may form a fan.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, seconds: float, *, fans: bool) -> None:
-        self._meeting, self._rank, self._seconds, self._makes_fans = meeting, rank, seconds, fans
+    def __init__(self, meeting: Meeting, rank: int, seconds: float, *, shared: bool) -> None:
+        self._meeting, self._rank, self._seconds, self._shared = meeting, rank, seconds, shared
         self._fans: dict[tuple[int, ...], tuple[int, Comm]] = {}  # by members: the key, and the comm
         self._last_key = 0
 
-    async def run(self, task: VersionDelivery, members: Sequence[ConnectedServer]) -> None:
+    async def run(self, task: Shipment, members: Sequence[ServerLink]) -> None:
         """Send to all ``members``, and record in ``task`` the servers that were lost.
 
-        After a cancellation no operation reads the tensors any more, and the servers wait for the end of the job.
+        After a cancellation the servers wait for the end of the job.
         """
-        groups: dict[tuple[BoxTransfer, ...] | int, list[ConnectedServer]] = {}
+        groups: dict[tuple[BoxTransfer, ...] | int, list[ServerLink]] = {}
         for member in members:
-            groups.setdefault(member.transfers if self._makes_fans else member.number, []).append(member)
+            if member.buckets:
+                groups.setdefault(member.transfers if self._shared else member.number, []).append(member)
         async with asyncio.TaskGroup() as tasks:
             for group in groups.values():
                 tasks.create_task(self._serve(task, group))
 
-    async def _serve(self, task: VersionDelivery, group: Sequence[ConnectedServer]) -> None:
+    async def _serve(self, task: Shipment, group: Sequence[ServerLink]) -> None:
         """Send to servers that want the same."""
         ready = await self._each(task, group, lambda member: member.wait_ready())
-        attempt = 0
-        if len(ready) > 1 and ready[0].buckets:
-            ready = await self._over_fan(task, ready)
-            attempt = 1
+        failed = await self._attempt(task, ready, 0) if ready else {}
 
-        async def over_pair(member: ConnectedServer) -> None:
-            member.go(Go(task.job, attempt))
-            await send(Route(member.talk.comm, fan=False), member.buckets, task.tensors, task.layout)
-            task.nbytes += member.nbytes
-            if error := await _answer(member, task.job, attempt):
-                raise BrokenError(error)
+        async def again(member: ServerLink) -> None:
+            if errors := await self._attempt(task, [member], 1):
+                task.lost.setdefault(member.number, errors[member])
 
-        await self._each(task, ready, over_pair)
+        async with asyncio.TaskGroup() as tasks:
+            for member in failed:
+                tasks.create_task(again(member))
 
-    async def _over_fan(self, task: VersionDelivery, group: Sequence[ConnectedServer]) -> list[ConnectedServer]:
-        """Broadcast to ``group``; returns the servers that live and have not received everything."""
+    async def _attempt(self, task: Shipment, group: Sequence[ServerLink], attempt: int) -> dict[ServerLink, str]:
+        """Broadcast to ``group``; returns the servers that live and have not received everything, with the errors."""
         numbers = tuple(member.number for member in group)
-        key, comm = self._fans.get(numbers, (self._last_key + 1, None))
+        key, fan = self._fans.pop(numbers, (0, None))
+        if fan is None:
+            self._last_key = key = self._last_key + 1
         for rank, member in enumerate(group, 1):
-            member.go(Go(task.job, 0, Fan(key, rank, len(group) + 1)))
+            member.go(Go(task.job, attempt, Fan(key, rank, len(group) + 1)))
+        failed: dict[ServerLink, str] = {}
+
+        async def hear(member: ServerLink) -> None:
+            if error := await _answer(member, task.job, attempt):
+                failed[member] = error
+
+        error = "the trainer has stopped"
         try:
-            if comm is None:
-                self._last_key = key
-                comm = await self._new_fan(numbers, key)
-            await send(Route(comm, fan=True), group[0].buckets, task.tensors, task.layout)
-            task.nbytes += group[0].nbytes
-        except AsyncCommError as exc:
-            await self._drop_fan(numbers, f"{type(exc).__name__}: {exc}")
-        failed: list[ConnectedServer] = []
-
-        async def hear(member: ConnectedServer) -> None:
-            if await _answer(member, task.job, 0):
-                failed.append(member)
-
-        if len(await self._each(task, group, hear)) < len(group) or failed:
-            await self._drop_fan(numbers, "not all servers have received everything")
+            try:
+                if fan is None:
+                    fan = await self._new_fan(numbers, key)
+                await send(fan, group[0].buckets, task.tensors, task.layout)
+                task.nbytes += group[0].nbytes
+            except AsyncCommError as exc:
+                error = f"{type(exc).__name__}: {exc}"
+            else:
+                error = ""
+            if len(await self._each(task, group, hear)) < len(group) or failed:
+                error = error or "not all servers have received everything"
+        finally:
+            if fan is not None and not error:
+                self._fans[numbers] = key, fan
+            elif fan is not None:
+                fan.abort(error)
+                await shielded(fan.aclose())
         return failed
 
     async def _new_fan(self, numbers: tuple[int, ...], key: int) -> Comm:
@@ -141,20 +150,18 @@ class Dispatch:
         for old in [old for old in self._fans if {*old} & {*numbers}]:
             _, comm = self._fans.pop(old)
             await comm.aclose()
-        comm = await self._meeting.fan(self._rank, key, 0, len(numbers) + 1)
-        self._fans[numbers] = key, comm
-        return comm
+        return await self._meeting.fan(self._rank, key, 0, len(numbers) + 1)
 
     async def _each(
         self,
-        task: VersionDelivery,
-        members: Sequence[ConnectedServer],
-        step: Callable[[ConnectedServer], Awaitable[object]],
-    ) -> list[ConnectedServer]:
+        task: Shipment,
+        members: Sequence[ServerLink],
+        step: Callable[[ServerLink], Awaitable[object]],
+    ) -> list[ServerLink]:
         """Run ``step`` for all ``members`` at once; returns those for which it succeeded."""
-        kept: list[ConnectedServer] = []
+        kept: list[ServerLink] = []
 
-        async def one(member: ConnectedServer) -> None:
+        async def one(member: ServerLink) -> None:
             try:
                 async with within(self._seconds):
                     await step(member)
@@ -171,12 +178,6 @@ class Dispatch:
                 tasks.create_task(one(member))
         return sorted(kept, key=lambda member: member.number)
 
-    async def _drop_fan(self, numbers: tuple[int, ...], reason: str) -> None:
-        known = self._fans.pop(numbers, None)
-        if known is not None:
-            known[1].abort(reason)
-            await known[1].aclose()
-
     async def aclose(self) -> None:
         """Close the fans."""
         while self._fans:
@@ -184,7 +185,7 @@ class Dispatch:
             await comm.aclose()
 
 
-async def _answer(member: ConnectedServer, job: int, attempt: int) -> str:
+async def _answer(member: ServerLink, job: int, attempt: int) -> str:
     """The error with which ``member`` ended the attempt; empty: it has received everything."""
     while True:
         done = await member.talk.hear(Done, job)

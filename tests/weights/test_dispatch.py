@@ -14,8 +14,7 @@ from torch import Tensor
 
 from asynccomm import Comm, new_comm
 from asynccomm.testing import loopback_world
-from asynccomm.weights import Publisher, Server, link, member
-from asynccomm.weights.conversation import Route
+from asynccomm.weights import Publisher, Server, dispatch, trainer_link
 from tests.forkserver import Nursery
 from tests.weights.scenes import Served, content, fill, publishers, state
 
@@ -33,16 +32,15 @@ def in_the_middle(act: Any) -> Any:
     """A replacement of ``receive``: the victim acts after the first bucket of its second version."""
     versions = 0
 
-    async def receive(route: Route, buckets: Sequence[Any], tensors: Mapping[str, Tensor], layout: Any) -> bool:
+    async def receive(fan: Comm, buckets: Sequence[Any], tensors: Mapping[str, Tensor], layout: Any) -> None:
         nonlocal versions
         versions += 1
         if versions == 2:
-            await route.receive(route.header(0))
-            await route.receive(torch.zeros(buckets[0].nbytes, dtype=torch.uint8))
+            await fan.broadcast(torch.zeros(buckets[0].nbytes, dtype=torch.uint8), 0)
             act()
-        return await original(route, buckets, tensors, layout)
+        await original(fan, buckets, tensors, layout)
 
-    original = link.receive
+    original = trainer_link.receive
     return receive
 
 
@@ -61,7 +59,7 @@ async def lose_one(rank: int, backend: str, broadcast: bool) -> list[Any]:
                 return found
     server = Server(tensors, label=str(rank))
     if rank == 2:
-        link.receive = in_the_middle(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        trainer_link.receive = in_the_middle(lambda: os.kill(os.getpid(), signal.SIGKILL))
     versions = []
     async with server.updates() as updates:
         async for update in updates:
@@ -95,14 +93,14 @@ async def test_a_server_that_does_not_get_ready_counts_as_lost() -> None:
             assert (await publisher.push()).servers == (good.server.label,)
 
 
-async def test_where_no_fan_can_be_made_each_server_gets_its_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def receive(route: Route, *arguments: Any) -> bool:
-        if route.fan:
-            route.comm.abort("no broadcast today")
-        return await original(route, *arguments)
+async def test_where_a_fan_fails_each_server_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def receive(fan: Comm, *arguments: Any) -> None:
+        if fan.size > 2:
+            fan.abort("no broadcast today")
+        await original(fan, *arguments)
 
-    original = link.receive
-    monkeypatch.setattr(link, "receive", receive)
+    original = trainer_link.receive
+    monkeypatch.setattr(trainer_link, "receive", receive)
     async with loopback_world(1) as comms:
         served = [Served(comms[0], state()) for _ in range(3)]
         async with publishers(comms, [state(1)], servers=3) as (publisher,):
@@ -117,14 +115,14 @@ async def test_where_no_fan_can_be_made_each_server_gets_its_pair(monkeypatch: p
 
 async def test_a_fan_is_made_again_when_servers_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     fans: list[Comm] = []
-    original = member.Dispatch._new_fan
+    original = dispatch.Dispatch._new_fan
 
-    async def noted(self: member.Dispatch, numbers: tuple[int, ...], key: int) -> Comm:
+    async def noted(self: dispatch.Dispatch, numbers: tuple[int, ...], key: int) -> Comm:
         comm = await original(self, numbers, key)
         fans.append(comm)
         return comm
 
-    monkeypatch.setattr(member.Dispatch, "_new_fan", noted)
+    monkeypatch.setattr(dispatch.Dispatch, "_new_fan", noted)
     async with loopback_world(1) as comms:
         served = [Served(comms[0], state()) for _ in range(2)]
         async with publishers(comms, [state(1)], servers=2) as (publisher,):
@@ -135,9 +133,9 @@ async def test_a_fan_is_made_again_when_servers_come_and_go(monkeypatch: pytest.
             await third.reached(2)
             await publisher.push()
             await third.reached(3)
-            assert [comm.size for comm in fans] == [3, 4]
+            assert [comm.size for comm in fans] == [3, 2, 4]  # one for the late server alone
             await served[0].leave()
             result = await publisher.push()
             assert len(result.servers) == 2
             await third.reached(4)
-            assert [comm.size for comm in fans] == [3, 4, 3]
+            assert [comm.size for comm in fans] == [3, 2, 4, 3]

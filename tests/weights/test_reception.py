@@ -11,10 +11,10 @@ import torch
 from asynccomm import MemoryStore
 from asynccomm.testing import loopback_world
 from asynccomm.weights import Publisher, Server, Shard
-from asynccomm.weights.admission import ServerAdmission
-from asynccomm.weights.conversation import SERVER, TRAINER, Connected, Conversation, LayoutOffer, ServerWelcome
+from asynccomm.weights.conversation import SERVER, TRAINER, Connected, Conversation, LayoutOffer, TrainerLayouts
 from asynccomm.weights.meeting import Meeting
 from asynccomm.weights.orders import Admit
+from asynccomm.weights.reception import Reception
 from tests.waiting import until
 
 from .scenes import Served, state
@@ -31,34 +31,39 @@ async def place() -> Meeting:
 async def join(meeting: Meeting) -> Conversation:
     """A server that has its welcome."""
     talk = Conversation(await meeting.pair(0, await meeting.enter(), SERVER), TRAINER, "trainer 0")
-    await talk.hear(ServerWelcome)
+    await talk.hear(TrainerLayouts)
     return talk
 
 
 async def test_a_server_that_is_lost_while_it_joins_holds_no_other_up(caplog: pytest.LogCaptureFixture) -> None:
     meeting = await place()
-    admission = ServerAdmission(meeting, 0, [LAYOUT], 64, 10)
+    reception = Reception(meeting, 0, [LAYOUT], 64, 10)
     orders: list[Admit] = []
     news: list[object] = []
-    greeting = asyncio.ensure_future(admission.greet(orders.append, news.append))
+    greeting = asyncio.ensure_future(reception.greet(orders.append, news.append))
     lost = await join(meeting)
     await lost.abort("out of memory")
+    late = await join(meeting)
+    late.say(LayoutOffer("late", LAYOUT, True))
+    await until(lambda: orders)
+    await late.abort("it was stopped")
+    await until(lambda: reception.gone() == [2])  # the other trainers were told to connect
     other = await join(meeting)
     other.say(LayoutOffer("other", LAYOUT, True))
-    await until(lambda: orders)
-    assert admission.present() == ()
+    await until(lambda: len(orders) == 2)
+    assert reception.present() == ()
     other.say(Connected())
     await until(lambda: news)
-    assert (news, admission.present()) == ([2], ("other",))
-    assert orders == [Admit(2, "other", LAYOUT, True)]
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert (news, reception.present()) == ([3], ("other",))
+    assert orders == [Admit(2, "late", LAYOUT, True), Admit(3, "other", LAYOUT, True)]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "server 1 could not join the trainers: AbortedError: aborted by rank 1: out of memory" in caplog.text
-    assert (await admission.members([1, 2]))[1] == {1: "it was not admitted"}
+    assert (await reception.members([1, 3]))[1] == {1: "it was not admitted"}
     await asyncio.gather(other.aclose())
-    await until(lambda: admission.gone() == [2])
+    await until(lambda: reception.gone() == [3])
     greeting.cancel()
     await asyncio.wait([greeting])
-    await admission.aclose()
+    await reception.aclose()
 
 
 async def test_a_server_is_connected_with_the_trainers_that_it_needs() -> None:

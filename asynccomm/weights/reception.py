@@ -18,12 +18,12 @@ from asynccomm.weights.conversation import (
     Conversation,
     FinishedError,
     LayoutOffer,
-    ServerWelcome,
+    TrainerLayouts,
 )
+from asynccomm.weights.dispatch import ServerLink
 from asynccomm.weights.errors import LayoutError
 from asynccomm.weights.layout import Layout
 from asynccomm.weights.meeting import Meeting
-from asynccomm.weights.member import ConnectedServer
 from asynccomm.weights.orders import Admit
 from asynccomm.weights.plan import plan
 
@@ -31,7 +31,7 @@ _log = logging.getLogger("asynccomm")
 
 
 @final
-class ServerAdmission:
+class Reception:
     """The servers of one trainer.
 
     Args:
@@ -47,18 +47,18 @@ class ServerAdmission:
     ) -> None:
         self._meeting, self._rank, self._layouts = meeting, rank, layouts
         self._bucket_bytes, self._seconds = bucket_bytes, seconds
-        self._connecting: dict[int, asyncio.Task[ConnectedServer | None]] = {}
+        self._connecting: dict[int, asyncio.Task[ServerLink | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._labels: dict[int, str] = {}
+        self._given_up: list[int] = []  # on the first trainer: servers lost after the order to connect with them
         self.reason = ""  #: of a failure that ends the publisher; empty: it ends in order
         self.refused: dict[str, LayoutError] = {}  #: by label
-        #: on the first trainer: the servers that all trainers may send to
-        self.connected: dict[int, ConnectedServer] = {}
+        self.connected: dict[int, ServerLink] = {}  #: on the first trainer: the servers that all trainers may send to
 
     # -- on the first trainer -----------------------------------------------------------------------------------------
 
     async def greet(self, order: Callable[[Admit], object], news: Callable[[int | LayoutError], object]) -> None:
-        """ServerWelcome servers, for ever.
+        """Welcome servers, as long as the store is there.
 
         Args:
             order: called with each server that the other trainers are to connect with.
@@ -66,7 +66,12 @@ class ServerAdmission:
         """
         number = 1
         while True:
-            if await self._meeting.newcomer(number):
+            try:
+                came = await self._meeting.newcomer(number)
+            except AsyncCommError as exc:
+                _log.warning("publisher %r accepts no more servers: %s", self._meeting.name, exc)
+                return
+            if came:
                 task = asyncio.create_task(self._welcome(number, order, news))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -79,17 +84,18 @@ class ServerAdmission:
         try:
             async with within(self._seconds):
                 talk = Conversation(await self._meeting.pair(0, number, TRAINER), SERVER, label)
-                talk.say(ServerWelcome(list(self._layouts), self._bucket_bytes))
+                talk.say(TrainerLayouts(list(self._layouts), self._bucket_bytes))
                 offer = await talk.hear(LayoutOffer)
                 label = talk.label = offer.label
                 transfers = plan(self._layouts, offer.layout, label, strict=offer.strict)[0]
-                member = ConnectedServer(number, talk, transfers, self._bucket_bytes)
+                member = ServerLink(number, talk, transfers, self._bucket_bytes)
                 self._connecting[number] = _completed(member)
                 order(Admit(number, label, offer.layout, offer.strict))
                 await talk.hear(Connected)
             self.connected[number] = member
         except BaseException as exc:
-            self._connecting.pop(number, None)
+            if self._connecting.pop(number, None) is not None:
+                self._given_up.append(number)
             if talk is not None:
                 with suppress(AsyncCommError):
                     await talk.abort(f"{type(exc).__name__}: {exc}")
@@ -103,11 +109,15 @@ class ServerAdmission:
             news(number)
 
     def gone(self) -> list[int]:
-        """Take the connected servers that have ended the exchange out of the list; returns their numbers."""
+        """Take the connected servers that have ended the exchange out of the list.
+
+        Returns: their numbers, and those of servers that the other trainers were to connect with in vain.
+        """
         found = [number for number, member in self.connected.items() if member.talk.ended is not None]
         for number in found:
             del self.connected[number]
-        return found
+        given_up, self._given_up = self._given_up, []
+        return found + given_up
 
     def present(self) -> tuple[str, ...]:
         """The labels of the connected servers."""
@@ -121,16 +131,16 @@ class ServerAdmission:
         if order.number not in self._connecting:
             self._connecting[order.number] = asyncio.create_task(self._connect(order))
 
-    async def _connect(self, order: Admit) -> ConnectedServer | None:
+    async def _connect(self, order: Admit) -> ServerLink | None:
         transfers = plan(self._layouts, order.layout, order.label, strict=order.strict)[self._rank]
         if not transfers:
             return None
         comm = await self._meeting.pair(self._rank, order.number, TRAINER)
-        return ConnectedServer(order.number, Conversation(comm, SERVER, order.label), transfers, self._bucket_bytes)
+        return ServerLink(order.number, Conversation(comm, SERVER, order.label), transfers, self._bucket_bytes)
 
-    async def members(self, numbers: Sequence[int]) -> tuple[list[ConnectedServer], dict[int, str]]:
+    async def members(self, numbers: Sequence[int]) -> tuple[list[ServerLink], dict[int, str]]:
         """The servers ``numbers`` that get weights from this trainer, and the reasons for those not connected."""
-        found: list[ConnectedServer] = []
+        found: list[ServerLink] = []
         lost: dict[int, str] = {}
         for number in numbers:
             task = self._connecting.get(number)
@@ -171,7 +181,7 @@ class ServerAdmission:
         self.connected.clear()
 
 
-async def _result(task: asyncio.Task[ConnectedServer | None] | None) -> ConnectedServer | None:
+async def _result(task: asyncio.Task[ServerLink | None] | None) -> ServerLink | None:
     """The member that ``task`` connects, if it has connected by now."""
     if task is None:
         return None
@@ -181,8 +191,8 @@ async def _result(task: asyncio.Task[ConnectedServer | None] | None) -> Connecte
     return None if task.cancelled() or task.exception() is not None else task.result()
 
 
-def _completed(member: ConnectedServer) -> asyncio.Task[ConnectedServer | None]:
-    async def give() -> ConnectedServer | None:
+def _completed(member: ServerLink) -> asyncio.Task[ServerLink | None]:
+    async def give() -> ServerLink | None:
         return member
 
     return asyncio.create_task(give())
