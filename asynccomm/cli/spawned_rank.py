@@ -36,7 +36,10 @@ def main(directory: Path) -> int:
     path = result_file(directory, int(os.environ["RANK"]))
     path.with_suffix(".part").write_bytes(data)
     path.with_suffix(".part").rename(path)
-    return 0 if outcome.error is None else 1
+    if outcome.error is None:
+        return 0
+    print(f"{type(outcome.error).__name__}: {outcome.error}", file=sys.stderr)  # spawn raises it with its traceback
+    return 1
 
 
 async def _call(fn: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

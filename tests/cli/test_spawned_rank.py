@@ -44,7 +44,7 @@ async def work(comm: Comm, case: str) -> Any:
     ],
 )
 def test_the_outcome_appears_in_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str, words: str
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(spawned_rank, "new_comm", lambda: new_comm(alone=True))
@@ -55,7 +55,9 @@ def test_the_outcome_appears_in_the_folder(
     assert isinstance(outcome, RankResult)
     if case == "size":
         assert (value, error) == (1, None)
+        assert not capsys.readouterr().err
     else:
+        assert words in capsys.readouterr().err, "for the launcher's summary"
         assert words in str(error)
         assert type(error) is (LookupError if case == "error" else RuntimeError)
         assert words.split(" (")[0] in trace or case == "lock"
