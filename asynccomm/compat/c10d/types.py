@@ -54,7 +54,8 @@ def reduction(op: object) -> _ours.ReduceOp:
 
 def supports_complex(reduceOp: object) -> bool:
     """Whether complex tensors can be reduced by the op; orders and bitwise ops are undefined for complex numbers."""
-    kind = reduceOp.op if type(reduceOp) is ReduceOp else reduceOp
+    # the attribute is not in the types of every version of torch
+    kind = getattr(reduceOp, "op", None) if type(reduceOp) is ReduceOp else reduceOp
     if isinstance(kind, _ours.ReduceOp):
         kind = kind.type
     return getattr(kind, "name", "") not in _NOT_FOR_COMPLEX
