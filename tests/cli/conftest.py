@@ -116,6 +116,10 @@ class Launcher:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     with contextlib.ExitStack() as resources:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup; a started process would inherit it
+                resources.callback(signal.signal, number, signal.SIG_IGN)
+                signal.signal(number, signal.SIG_DFL)
         yield Launcher(tmp_path, resources)
 
 
