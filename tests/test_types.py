@@ -42,7 +42,7 @@ async def block(
 pytestmark = [
     pytest.mark.real_python,
     pytest.mark.skipif(
-        tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15),
+        tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14),
         reason="names and types of torch differ; those of the newest are checked",
     ),
 ]
