@@ -320,9 +320,9 @@ class Router:
         """Whether all ranks that are, or would now be, connected to this node have acknowledged its leave."""
         if not self._leaving:
             return False
-        others = [rank for rank in self.topology.contacts if rank not in self.gone and rank not in self._acknowledged]
-        below = [rank for rank in others if self.topology.above(rank, self.gone) == self.rank]
-        return not below and self.above is None
+        if self.above is not None:
+            return False
+        return all(rank in self._acknowledged for rank in self.topology.below(self.rank, self.gone))
 
     def _on_departure_ack(self, link: Transport) -> None:
         """Handle an acknowledgement of our leave: the peer on ``link`` needs this node no longer."""

@@ -5,7 +5,8 @@ again. A rank therefore trusts only keys that answer its own fresh nonce:
 
 1. Rank 0 publishes a random epoch under the comm's name.
 2. Each rank reads the epoch and posts a numbered hello with a random nonce under it.
-3. Rank 0 checks all hellos and answers each nonce, with the list of members or with the mismatch.
+3. Rank 0 checks all hellos and answers each nonce, with the list of members or with the mismatch. A long list stands
+   once in the store, compressed, and the answers refer to it: rank 0 would else write it once for each rank.
 
 A rank that read an old epoch gets no answer, reads the epoch again, and finds the new one. All further keys of the comm
 lie under its epoch.
@@ -25,7 +26,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Mapping
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Final, NamedTuple, TypeAlias, cast, final
 
 from msgspec import Meta
@@ -57,6 +59,7 @@ WINDOW: Final = 256  # hello numbers read in one pass, at either end of the unre
 HELLO_BYTES: Final = 16 << 10
 ANSWER_BYTES: Final = 64 << 10  # for the whole answer, plus ANSWER_BYTES_EACH for each rank
 ANSWER_BYTES_EACH: Final = 4 << 10
+MEMBERS_INLINE: Final = 32  # ranks up to which each answer has the list of members
 REASON: Final = 40 << 10  # characters of the reason for a rejection, which may quote a hello
 PATIENCE: Final = 0.05  # seconds before the next read of hellos, if one exists beyond the counter
 
@@ -109,7 +112,7 @@ class _Hello(_VersionedHello, frozen=True):
 
 @final
 class _Answer(TaggedMessage, frozen=True):
-    members: list[Member]  #: in rank order
+    members: list[Member] | None  #: in rank order; None: they stand under ``members``
     tokens: Tokens
 
 
@@ -182,19 +185,21 @@ async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeo
         problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
     if problem:
         raise await _reject(room, nonces, f"comm {name!r}: {problem}")
-    answer = _Answer([hellos[rank].member for rank in range(size)], Tokens.random())
-    text = dumps(answer)
+    members, tokens = [hellos[rank].member for rank in range(size)], Tokens.random()
+    if size > MEMBERS_INLINE:
+        await room.set("members", zlib.compress(dumps(members).encode(), 1))
+    text = dumps(_Answer(members if size <= MEMBERS_INLINE else None, tokens))
     await room.multi_set({f"answer/{nonce}": text for nonce in nonces})
     await room.check([])  # a round trip: the answers are stored; later losses of rank 0 are found by other means
-    return _joined(epoch, answer)
+    return _joined(epoch, members, tokens)
 
 
-def _joined(epoch: str, answer: _Answer) -> HandshakeResult:
+def _joined(epoch: str, members: Sequence[Member], tokens: Tokens) -> HandshakeResult:
     return HandshakeResult(
         epoch,
-        [RankInfo(member.rank, member.host, member.pid) for member in answer.members],
-        [member.contact for member in answer.members if member.contact is not None],
-        answer.tokens,
+        [RankInfo(member.rank, member.host, member.pid) for member in members],
+        [member.contact for member in members if member.contact is not None],
+        tokens,
     )
 
 
@@ -335,24 +340,38 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
             look = min(2 * look, LAST_LOOK)
             continue
         try:
-            answer = _answer(text, mine)
+            most = ANSWER_BYTES + ANSWER_BYTES_EACH * mine.size
+            answer: _Answer | _Rejection = loads(_Answer | _Rejection, _limited(text, most))
+            if isinstance(answer, _Answer):
+                members = answer.members
+                if members is None:
+                    members = loads(list[Member], _expanded(await room.get("members", left()), most))
+                return _joined(epoch, _checked(members, mine), answer.tokens)
         except MessageError as exc:
             raise RendezvousError(f"comm {name!r}: the answer of rank 0 cannot be read: {exc}") from None
-        if isinstance(answer, _Rejection):
-            await room.set(f"heard/{mine.nonce}", b"")
-            await room.check([])  # a round trip: the store has the key before the connection closes
-            raise RendezvousError(answer.reason)
-        return _joined(epoch, answer)
+        except StoreTimeoutError:
+            raise late("the list of the ranks did not come") from None
+        await room.set(f"heard/{mine.nonce}", b"")
+        await room.check([])  # a round trip: the store has the key before the connection closes
+        raise RendezvousError(answer.reason)
 
 
-def _answer(text: bytes, mine: _Hello) -> _Answer | _Rejection:
-    """The answer of rank 0. Raises: MessageError."""
-    answer: _Answer | _Rejection = loads(
-        _Answer | _Rejection, _limited(text, ANSWER_BYTES + ANSWER_BYTES_EACH * mine.size)
-    )
-    if isinstance(answer, _Answer):
-        if [member.rank for member in answer.members] != list(range(mine.size)):
-            raise MessageError(f"members must be ranks 0 to {mine.size - 1}, got {shown(answer.members)}")
-        if answer.members[mine.rank] != mine.member:
-            raise MessageError(f"members must have this rank's {mine.member}, got {answer.members[mine.rank]}")
-    return answer
+def _expanded(packed: bytes, most: int) -> bytes:
+    """The text that was compressed. Raises: MessageError."""
+    expanding = zlib.decompressobj()
+    try:
+        text = expanding.decompress(packed, most)
+    except zlib.error as exc:
+        raise MessageError(f"members must be compressed: {exc}") from None
+    if not expanding.eof:
+        raise MessageError(f"members must have at most {most} bytes")
+    return text
+
+
+def _checked(members: list[Member], mine: _Hello) -> list[Member]:
+    """``members``, if they can be. Raises: MessageError."""
+    if [member.rank for member in members] != list(range(mine.size)):
+        raise MessageError(f"members must be ranks 0 to {mine.size - 1}, got {shown(members)}")
+    if members[mine.rank] != mine.member:
+        raise MessageError(f"members must have this rank's {mine.member}, got {members[mine.rank]}")
+    return members

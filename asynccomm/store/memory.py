@@ -24,13 +24,25 @@ class MemoryStore(Store):
     def __init__(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._timeout = timeout
         self._values: dict[str, bytes] = {}
-        self._waiters: list[tuple[frozenset[str], asyncio.Future[None]]] = []
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # by the key that each waits for
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        for keys, waiter in self._waiters:
-            if not waiter.done() and all(k in self._values for k in keys):
+        for waiter in self._waiters.pop(key, ()):
+            if not waiter.done():
                 waiter.set_result(None)
+
+    async def _appears(self, key: str) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(key, set()).add(waiter)
+        try:
+            await waiter
+        finally:
+            others = self._waiters.get(key)
+            if others is not None:
+                others.discard(waiter)
+                if not others:
+                    del self._waiters[key]
 
     async def set(self, key: str, value: bytes | str) -> None:
         self._put(key, to_bytes("value", value))
@@ -67,19 +79,14 @@ class MemoryStore(Store):
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         names = to_keys(keys)
-        if all(key in self._values for key in names):
-            return
-        entry = (frozenset(names), asyncio.get_running_loop().create_future())
-        self._waiters.append(entry)
         limit = self._timeout if timeout is None else timeout
         try:
             async with within(limit):
-                await entry[1]
+                while missing := [key for key in names if key not in self._values]:
+                    await self._appears(missing[0])
         except TimeoutError:
             missing = [key for key in names if key not in self._values]
             raise StoreTimeoutError(f"keys {missing} did not appear within {limit:g} s") from None
-        finally:
-            self._waiters.remove(entry)
 
     async def delete(self, key: str) -> bool:
         return self._values.pop(key, None) is not None

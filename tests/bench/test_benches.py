@@ -175,6 +175,20 @@ def test_agreed_simulates_each_number_of_ranks(tmp_path: Path) -> None:
     assert all(0 < row["announcement_bytes"] <= 6 and row["decision_bytes"] <= 6 for row in rows)
 
 
+def test_scale_simulates_each_protocol(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("scale.py", *("--ranks", "10,40"), *("--per-host", 4), "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = {(row["protocol"], row["ranks"]): row for row in json.loads(out.read_text())}
+    protocols = {protocol for protocol, _ in rows}
+    assert len(protocols) == 8
+    for protocol in protocols:
+        small, large = rows[protocol, 10], rows[protocol, 40]
+        assert (small["hosts"], large["hosts"]) == (3, 10)
+        assert large["each"] < 4 * max(small["each"], 1), "what a rank does hardly grows with the number of ranks"
+    assert all(row["ms"] > 0 for row in rows.values())
+
+
 def test_connecting(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = bench("connecting.py", *("--ranks", 2), *("--rounds", 1), "--json", out)
@@ -238,6 +252,7 @@ BAD_ARGUMENTS = {
     "only": (["forms.py", "--only", "telepathy"], "argument --only: no form contains 'telepathy'"),
     "rounds": (["completion.py", "--rounds", "0"], "arguments --delays, --rounds, --late: must be positive"),
     "ranks": (["agreed.py", "--simulate", "2,0"], "arguments --simulate, --ops, --rounds, --ranks: must be positive"),
+    "scale": (["scale.py", "--ranks", "2"], "arguments --ranks, --per-host: at least 3 ranks, and 1 on a host"),
     "bucket-mb": (["gradients.py", "--bucket-mb", "0"], "argument --bucket-mb: must be positive, got 0"),
     "weights": (["weights.py", "--servers", "0"], "arguments --servers, --sizes, --rounds: must be positive"),
     "lists": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous import handshake as module
-from asynccomm.rendezvous.handshake import HandshakeResult, handshake
+from asynccomm.rendezvous.handshake import MEMBERS_INLINE, HandshakeResult, handshake
 from asynccomm.store.base import Store
 from asynccomm.store.client import StoreClient
 from asynccomm.store.memory import MemoryStore
@@ -89,6 +90,37 @@ async def test_contacts_of_those_who_have_a_control_channel_are_shared(stores: l
     check_same(results)
     assert results[2].contacts == [contacts[0], contacts[2]]
     assert len({results[0].tokens.ask, results[0].tokens.answer}) == 2
+
+
+async def test_a_long_list_of_ranks_is_stored_once(store: MemoryStore) -> None:
+    size = MEMBERS_INLINE + 1
+    results = await asyncio.gather(*(start(store, rank, size) for rank in range(size)))
+    check_same(results)
+    assert [member.rank for member in results[0].members] == list(range(size))
+    values = {key.partition(f"{results[0].epoch}/")[2]: value for key, value in store._values.items()}
+    assert all(len(value) < 200 for key, value in values.items() if key.startswith("answer/"))
+    assert len(json.loads(zlib.decompress(values["members"]))) == size
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        (b"[]", "members must be compressed"),
+        (zlib.compress(b"[]"), "members must be ranks 0 to 1"),
+        (zlib.compress(b"[]")[:-1], "members must have at most"),
+        (zlib.compress(b" " * (1 << 20)), "members must have at most"),
+    ],
+)
+async def test_a_list_of_ranks_that_cannot_be_is_an_error(store: MemoryStore, members: bytes, text: str) -> None:
+    task = start(store, 1)
+    await store.set("world/epoch", "e")
+    await store.wait(["world/e/hello/1"])
+    nonce = (await hello_of(store, "e", 1))["nonce"]
+    await store.set("world/e/members", members)
+    answer = {"kind": "_Answer", "members": None, "tokens": {"ask": "a", "answer": "b"}}
+    await store.set(f"world/e/answer/{nonce}", json.dumps(answer))
+    with pytest.raises(RendezvousError, match=f"the answer of rank 0 cannot be read: {text}"):
+        await task
 
 
 async def test_names_are_worlds_of_their_own(store: MemoryStore) -> None:

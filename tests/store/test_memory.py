@@ -46,7 +46,7 @@ async def test_cancelled_waiters_are_forgotten() -> None:
     await asyncio.wait([tasks[1]])
     await store.multi_set({f"k{i}": b"" for i in range(3)})
     await asyncio.gather(tasks[0], tasks[2])
-    assert store._waiters == []
+    assert store._waiters == {}
 
 
 async def test_adding_to_text_names_the_key() -> None:

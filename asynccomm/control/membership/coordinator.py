@@ -393,6 +393,8 @@ class Coordinator:
     def _check(self, who: ParticipantId, report: StatusReport) -> None:
         """Raises: MessageError: the participant cannot have made this report."""
         decision = report.decision
+        if decision is not None and report.proposal is None and decision == self.decision and who in decision.members:
+            return  # the usual report, from each of many ranks
         for members in (report.proposal, None if decision is None else decision.members):
             if members is not None:
                 check_proposal(members, self._known)

@@ -79,7 +79,7 @@ class MembershipService:
         self._out: dict[str, str] = {}  # comms that exclude this rank, and why
         self._left: dict[str, set[int]] = {}  # comms without a coordinator, and the ranks that left them
         self._changed: asyncio.Future[None] | None = None
-        self._sending = False
+        self._advancing: set[str] = set()  # comms whose coordinator takes a step in this iteration of the loop
         self._last_tick = math.inf  # time of the last tick()
         self._closed = False
 
@@ -216,7 +216,7 @@ class MembershipService:
         except MessageError as exc:
             _log.warning("%s sends an invalid report: %s", describe_participant(who), exc)
             return
-        self._advance(key)
+        self._advance_soon(key)
 
     def _coordinate(self, key: str, ranks: Sequence[int]) -> Coordinator:
         router = self._router
@@ -238,26 +238,26 @@ class MembershipService:
             if rank not in self._router.gone:
                 self._router.send(rank, ReportRequest(key))
 
+    def _advance_soon(self, key: str) -> None:
+        """Send orders once in this iteration of the loop: a step of the coordinator costs time for each rank."""
+        if key not in self._advancing:
+            self._advancing.add(key)
+            self._loop.call_soon(self._advance, key)
+
     def _advance(self, key: str) -> None:
         """Send the orders of the coordinator, and run again when the coordinator is due."""
+        self._advancing.discard(key)
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
         coordinator = self._coordinators.get(key)
         if coordinator is None or self._closed:
             return  # dropped by _limit, or closed
-        if self._sending:  # a nested call, as this rank answers its own order: the others get theirs first
-            self._loop.call_soon(self._advance, key)
-            return
-        self._sending = True
-        try:
-            for who, order in coordinator.advance(time.monotonic()):
-                if isinstance(who, int):
-                    self._router.send(who, OrderMessage(key, order))
-                else:
-                    self._joiners.send(who, OrderMessage(key, order))
-        finally:
-            self._sending = False
+        for who, order in coordinator.advance(time.monotonic()):
+            if isinstance(who, int):
+                self._router.send(who, OrderMessage(key, order))
+            else:
+                self._joiners.send(who, OrderMessage(key, order))
         due = coordinator.due
         if due is not None:
             delay = max(0.0, due - time.monotonic())
@@ -273,7 +273,7 @@ class MembershipService:
             return
         for key, coordinator in list(self._coordinators.items()):
             (coordinator.lost if how else coordinator.left)(who)
-            self._loop.call_soon(self._advance, key)  # not now: another rank may become the root first
+            self._advance_soon(key)  # not now: another rank may become the root first
 
     def on_left(self, key: str, rank: int) -> None:
         """Message that ``rank`` has closed one comm."""
@@ -282,7 +282,7 @@ class MembershipService:
             self._note_leaving(key, rank)
         else:
             coordinator.left(rank)
-            self._advance(key)
+            self._advance_soon(key)
 
     def _note_leaving(self, key: str, rank: int) -> None:
         self._left.setdefault(key, set()).add(rank)

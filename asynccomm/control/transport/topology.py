@@ -7,7 +7,7 @@ gone. A rank always connects to a lower rank, even if it has missed a loss, so t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Annotated, TypeAlias, final
 
 from msgspec import Meta
@@ -40,16 +40,38 @@ class Topology:
 
     def __init__(self, contacts: Iterable[RankAddress]) -> None:
         self.contacts: dict[int, RankAddress] = {contact.rank: contact for contact in contacts if contact.listens}
+        self._ranks = sorted(self.contacts)
+        self._hosts: dict[str, list[int]] = {}  # the ranks of each, in order
+        for rank in self._ranks:
+            self._hosts.setdefault(self.contacts[rank].host, []).append(rank)
 
     def root(self, gone: Collection[int]) -> int:
         """The root of the tree. Raises: ValueError: all ranks are gone."""
-        return min(rank for rank in self.contacts if rank not in gone)
+        return _first(self._ranks, gone)
 
     def above(self, rank: int, gone: Collection[int]) -> int | None:
         """The rank that ``rank`` connects to; None: ``rank`` is the root."""
         root = self.root(gone)
         if rank == root:
             return None
-        host = self.contacts[rank].host
-        leader = min(r for r, contact in self.contacts.items() if contact.host == host and r not in gone)
+        leader = _first(self._hosts[self.contacts[rank].host], gone)
         return root if leader == rank else leader
+
+    def below(self, rank: int, gone: Collection[int]) -> Iterator[int]:
+        """The ranks that connect to ``rank``."""
+        host = self.contacts[rank].host
+        if _first(self._hosts[host], gone) == rank:
+            yield from (other for other in self._hosts[host] if other != rank and other not in gone)
+        if self.root(gone) == rank:
+            for other, ranks in self._hosts.items():
+                leader = next((each for each in ranks if each not in gone), None)
+                if other != host and leader is not None:
+                    yield leader
+
+
+def _first(ranks: Sequence[int], gone: Collection[int]) -> int:
+    """The lowest of ``ranks``, which are in order, that is not gone. Raises: ValueError: all are."""
+    for rank in ranks:
+        if rank not in gone:
+            return rank
+    raise ValueError("all ranks are gone")

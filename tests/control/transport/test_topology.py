@@ -59,6 +59,14 @@ def test_all_lead_to_the_root_over_lower_ranks(hosts: str, gone: set[int]) -> No
         assert steps <= 2
 
 
+@given(st.text("abc", min_size=1, max_size=10), st.sets(st.integers(0, 9)))
+def test_the_ranks_below_are_those_that_lead_here(hosts: str, gone: set[int]) -> None:
+    tree = topology(hosts)
+    left = [rank for rank in tree.contacts if rank not in gone]
+    for rank in left:
+        assert sorted(tree.below(rank, gone)) == [other for other in left if tree.above(other, gone) == rank]
+
+
 def test_all_gone_has_no_root() -> None:
     with pytest.raises(ValueError):
         topology("aa").root({0, 1})

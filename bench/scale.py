@@ -1,0 +1,217 @@
+"""The protocols of many ranks on many hosts, simulated: requests, messages, connections and time by number of ranks.
+
+    python bench/scale.py --ranks 10,100,1000,10000 --json out.json
+
+Nothing is started and no message travels: all ranks are in this process, in virtual time (``simulation.py``). The
+protocols are the package's own code. "requests" are those of a rank to the store, "messages" those that a rank receives
+on the control channel; both are given for the average rank and for the busiest node. The time is virtual but for agreed
+ordering and shrink, whose time is the CPU time of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agreed import simulate
+from report import Results, print_table
+from simulation import Network, SimulatedStore, StoreServer, Tree, run
+
+from asynccomm.control.fingerprints import Fingerprint, FingerprintTable
+from asynccomm.control.membership.coordinator import Coordinator, Letter
+from asynccomm.control.membership.messages import Commit, Finalized, ParticipantId, Prepare, Retry
+from asynccomm.control.membership.participant import Participant
+from asynccomm.control.transport.topology import RankAddress
+from asynccomm.rendezvous.handshake import handshake
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One protocol with one number of ranks."""
+
+    protocol: str
+    ranks: int
+    hosts: int
+    each: float  #: requests or messages of a rank, on average
+    most: int  #: of the busiest node
+    nbytes: float  #: that a rank sends and receives, on average; 0: not counted
+    connections: int  #: of the node with the most
+    ms: float
+
+
+def rendezvous(network: Network) -> Row:
+    """All ranks begin at once, and meet at the store."""
+    server = StoreServer(network)
+
+    async def join(rank: int) -> int:
+        store = SimulatedStore(server, rank)
+        contact = RankAddress(rank, f"host{rank // network.per_host}", rank, "local", "10.0.0.1", 40000)
+        joined = await handshake(store, "main", rank, network.ranks, "auto", 600, contact=contact)
+        return len(joined.members)
+
+    async def all_ranks() -> None:
+        sizes = await asyncio.gather(*[join(rank) for rank in range(network.ranks)])
+        assert set(sizes) == {network.ranks}
+
+    _, seconds = run(all_ranks())
+    requests, nbytes = server.requests, server.nbytes
+    return _row("rendezvous, store", network, requests / network.ranks, requests, nbytes / network.ranks, 1, seconds)
+
+
+def _row(
+    protocol: str, network: Network, each: float, most: int, nbytes: float, connections: int, seconds: float
+) -> Row:
+    return Row(
+        protocol=protocol,
+        ranks=network.ranks,
+        hosts=network.hosts,
+        each=each,
+        most=most,
+        nbytes=nbytes,
+        connections=connections,
+        ms=seconds * 1e3,
+    )
+
+
+def _tree_row(protocol: str, tree: Tree, us: float) -> Row:
+    connections = max(len(router.links) for router in tree.routers)
+    each = sum(tree.handled) / tree.network.ranks
+    return _row(protocol, tree.network, each, max(tree.handled), 0, connections, us * 1e-6)
+
+
+def control(network: Network) -> list[Row]:
+    """The control channel connects; then a rank, a host's leader and the root are lost, one after the other."""
+    tree = Tree(network)
+    tree.attach_all()
+    rows = [_tree_row("control channel connects", tree, tree.run())]
+    last = network.ranks - 1
+    for name, rank in (
+        ("a rank is lost", last),
+        ("a leader is lost", last - last % network.per_host),
+        ("the root is lost", 0),
+    ):
+        if rank in tree.dead:
+            continue
+        tree.handled = [0] * network.ranks
+        tree.kill(rank)
+        us = tree.run()
+        living = [router for router in tree.routers if router.rank not in tree.dead]
+        assert all(rank in router.gone for router in living)
+        rows.append(_tree_row(name, tree, us))
+    return rows
+
+
+def fingerprints(network: Network) -> Row:
+    """The root compares one collective of all ranks."""
+    table = FingerprintTable(network.ranks)
+    fingerprint: Fingerprint = (0, 12345, 67890, 0)
+    begin = time.perf_counter()
+    for rank in range(network.ranks):
+        assert table.take(rank, [fingerprint]) is None
+    seconds = time.perf_counter() - begin
+    return _row("fingerprints, CPU", network, 1, network.ranks - 1, 0, 0, seconds)
+
+
+def ordering(network: Network) -> Row:
+    """One round of agreed ordering with ten operations of each rank."""
+    round_ = simulate(network.ranks, 10, 2)
+    nbytes = round_.announcement_bytes + round_.decision_bytes
+    return _row("agreed ordering, CPU", network, 1, network.ranks - 1, nbytes, 0, round_.council_us * 1e-6)
+
+
+def shrink(network: Network) -> Row:
+    """All ranks but one agree on the survivors."""
+    ranks = range(network.ranks)
+    coordinator = Coordinator(0, ranks, gone={network.ranks - 1: "was lost"})
+    living: dict[ParticipantId, Participant] = {rank: Participant(rank, ranks) for rank in ranks[:-1]}
+    seconds, messages = 0.0, 0
+
+    def report(rank: ParticipantId) -> None:
+        nonlocal seconds, messages
+        begin = time.perf_counter()
+        coordinator.on_report(rank, living[rank].report(), 0.0)
+        seconds += time.perf_counter() - begin
+        messages += 1
+
+    def orders() -> list[Letter]:
+        nonlocal seconds
+        begin = time.perf_counter()
+        letters = coordinator.advance(0.0)
+        seconds += time.perf_counter() - begin
+        return letters
+
+    for rank, participant in living.items():
+        participant.ask(None)
+        report(rank)
+    finished = 0
+    while letters := orders():
+        for rank, sent in letters:
+            order = living[rank].on_order(sent)
+            assert not isinstance(order, Retry)
+            if isinstance(order, Prepare):
+                living[rank].prepared(order.decision.key)
+                report(rank)
+            elif isinstance(order, Commit):
+                report(rank)
+            finished += isinstance(order, Finalized)
+            messages += 1
+    assert finished == network.ranks - 1
+    return _row("shrink, CPU", network, messages / network.ranks, messages, 0, 0, seconds)
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    print_table(
+        ["protocol", "ranks", "hosts", "each", "busiest", "bytes each", "connections", "ms"],
+        [
+            (
+                row.protocol,
+                row.ranks,
+                row.hosts,
+                f"{row.each:.1f}",
+                row.most,
+                f"{row.nbytes:.0f}" if row.nbytes else "",
+                row.connections or "",
+                f"{row.ms:.3g}",
+            )
+            for row in rows
+        ],
+        "protocols of many ranks, simulated",
+    )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=numbers, default=[10, 100, 1000], help="numbers of ranks")
+    parser.add_argument("--per-host", type=int, default=8, help="ranks of a host")
+    parser.add_argument("--local-us", type=float, default=10, help="latency inside a host")
+    parser.add_argument("--remote-us", type=float, default=50, help="latency between hosts")
+    parser.add_argument("--message-us", type=float, default=5, help="time of a node for a message")
+    parser.add_argument("--gbit", type=float, default=10, help="bandwidth of a node per second")
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    if min(*args.ranks, args.per_host) < 1 or min(args.ranks) < 3:
+        parser.error("arguments --ranks, --per-host: at least 3 ranks, and 1 on a host")
+    with Results[Row](print_rows, args.json) as rows:
+        for ranks in args.ranks:
+            network = Network(
+                ranks=ranks,
+                per_host=args.per_host,
+                local_us=args.local_us,
+                remote_us=args.remote_us,
+                message_us=args.message_us,
+                gbit=args.gbit,
+            )
+            rows.add(rendezvous(network), *control(network))
+            single: list[Callable[[Network], Row]] = [fingerprints, ordering, shrink]
+            rows.add(*[protocol(network) for protocol in single])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""A network in one process, in virtual time: for the protocols of many ranks.
+
+The protocols are the package's own code. Virtual are the time (``run`` jumps to the next timer when nothing is ready),
+the network, and the time that a node takes for a message. A node handles one message after the other; a message takes
+``message_us`` and its bytes' time at both ends, and ``remote_us`` or ``local_us`` on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import selectors
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import msgspec
+
+from asynccomm.control.router import Router
+from asynccomm.control.transport.topology import RankAddress, Topology
+from asynccomm.control.uplink import NOT_THERE, REFUSED_SECONDS
+from asynccomm.store.base import Store
+from asynccomm.store.memory import MemoryStore
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Ranks on hosts, in the order of the hosts. Times are in microseconds."""
+
+    ranks: int
+    per_host: int
+    local_us: float  #: from rank to rank of one host
+    remote_us: float  #: from host to host
+    message_us: float  #: that a node takes for a message, at either end
+    gbit: float  #: per second, of a node
+
+    def latency(self, one: int, other: int) -> float:
+        return self.local_us if one // self.per_host == other // self.per_host else self.remote_us
+
+    def cost(self, nbytes: int) -> float:
+        """Microseconds that a node takes for a message of ``nbytes``."""
+        return self.message_us + nbytes * 8 / (self.gbit * 1000)
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.ranks // self.per_host)
+
+
+# -- asyncio in virtual time -------------------------------------------------------------------------------------------
+
+
+class _Clock(selectors.SelectSelector):
+    """In place of waiting, the time advances."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("all ranks wait for each other")
+        self.now += timeout
+        return []
+
+
+@final
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _Clock()
+        super().__init__(self._clock)
+        self._clock_resolution = 1e-9
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+def run(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
+    """The result of ``main``, and the virtual seconds that it took."""
+    loop = _VirtualLoop()
+    try:
+        return loop.run_until_complete(main), loop.time()
+    finally:
+        loop.close()
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+@final
+class StoreServer:
+    """The store, on the host of rank 0."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.contents = MemoryStore()
+        self.requests = 0
+        self.nbytes = 0  #: of requests and replies
+        self._free = 0.0  # time from which the server has nothing to do
+
+    async def handle(self, nbytes: int) -> None:
+        """Wait until the server has handled a message."""
+        self.nbytes += nbytes
+        now = asyncio.get_running_loop().time()
+        self._free = max(now, self._free) + self.network.cost(nbytes) * 1e-6
+        await asyncio.sleep(self._free - now)
+
+
+@final
+class SimulatedStore(Store):
+    """The client of one rank."""
+
+    def __init__(self, server: StoreServer, rank: int) -> None:
+        self._server = server
+        self._latency = server.network.latency(rank, 0) * 1e-6
+        self._last: asyncio.Future[None] | None = None  # a client's requests arrive in order
+
+    async def _request(self, nbytes: int, action: Callable[[], Awaitable[T]], reply: Callable[[T], int]) -> T:
+        before, arrived = self._last, asyncio.get_running_loop().create_future()
+        self._last = arrived
+        self._server.requests += 1
+        try:
+            await asyncio.sleep(self._latency)
+            if before is not None:
+                await before
+            await self._server.handle(nbytes)
+        finally:
+            if not arrived.done():
+                arrived.set_result(None)
+        result = await action()
+        size = reply(result)
+        if size:
+            await self._server.handle(size)
+            await asyncio.sleep(self._latency)
+        return result
+
+    async def set(self, key: str, value: bytes | str) -> None:
+        await self._request(len(key) + len(value), lambda: self._server.contents.set(key, value), lambda _: 0)
+
+    async def get(self, key: str, timeout: float | None = None) -> bytes:
+        return await self._request(len(key), lambda: self._server.contents.get(key, timeout), lambda found: len(found))
+
+    async def add(self, key: str, amount: int) -> int:
+        return await self._request(len(key) + 8, lambda: self._server.contents.add(key, amount), lambda _: 8)
+
+    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        size = len(key) + len(expected) + len(desired)
+        action = lambda: self._server.contents.compare_set(key, expected, desired)  # noqa: E731
+        return await self._request(size, action, lambda found: len(found))
+
+    async def check(self, keys: Sequence[str]) -> bool:
+        return await self._request(sum(map(len, keys)), lambda: self._server.contents.check(keys), lambda _: 1)
+
+    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+        await self._request(sum(map(len, keys)), lambda: self._server.contents.wait(keys, timeout), lambda _: 1)
+
+    async def delete(self, key: str) -> bool:
+        return await self._request(len(key), lambda: self._server.contents.delete(key), lambda _: 1)
+
+    async def append(self, key: str, value: bytes | str) -> None:
+        await self._request(len(key) + len(value), lambda: self._server.contents.append(key, value), lambda _: 0)
+
+    async def num_keys(self) -> int:
+        return await self._request(1, self._server.contents.num_keys, lambda _: 8)
+
+
+# -- the control channel -----------------------------------------------------------------------------------------------
+
+
+@final
+class Tree:
+    """The control channel of all ranks: their routers, on simulated connections."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        contacts = [
+            RankAddress(rank, f"host{rank // network.per_host}", rank, "local") for rank in range(network.ranks)
+        ]
+        topology = Topology(contacts)
+        self.now = 0.0  #: microseconds
+        self.messages = 0
+        self.handled = [0] * network.ranks  #: messages that each rank has received
+        self.routers = [Router(rank, topology, _ignore, self._gone) for rank in range(network.ranks)]
+        self.changed = 0.0  #: time of the last news of a lost rank, or of the last connection
+        self.dead: set[int] = set()
+        self._probing: set[int] = set()
+        self._free = [0.0] * network.ranks
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+
+    def _gone(self, rank: int, how: str) -> None:
+        self.changed = self.now
+
+    def at(self, when: float, event: Callable[[], object]) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), event))
+
+    def run(self) -> float:
+        """Until nothing is left to do. Returns the microseconds until the last news of a lost rank, or connection."""
+        begin = self.now
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        return max(0.0, self.changed - begin)
+
+    def attach_all(self) -> None:
+        """Each rank connects to the rank above it."""
+        for rank in range(self.network.ranks):
+            self._attach(rank)
+
+    def _attach(self, rank: int) -> None:
+        router = self.routers[rank]
+        if rank in self.dead or router.up is not None or (above := router.above) is None:
+            return
+        if above in self.dead:  # it refuses connections
+            self.at(self.now + REFUSED_SECONDS * 1e6, lambda: self._refused(rank, above))
+            return
+        one, other = _Link(self, rank, above), _Link(self, above, rank)
+        one.peer, other.peer = other, one
+        self.routers[above].accept(rank, other)
+        router.attach(above, one)
+
+    def _refused(self, rank: int, above: int) -> None:
+        if rank not in self.dead and self.routers[rank].above == above:
+            self.routers[rank].declare_lost(above, NOT_THERE)
+            self._after(rank)
+
+    def kill(self, rank: int) -> None:
+        """End ``rank`` and its connections."""
+        self.dead.add(rank)
+        for link in self.routers[rank].links:
+            assert isinstance(link, _Link)
+            link.close()
+
+    def send(self, link: _Link, message: object) -> None:
+        """Deliver ``message`` at the other end of ``link``."""
+        data = msgspec.to_builtins(message)
+        self.messages += 1
+        when = self._arrival(link, len(msgspec.json.encode(data)))
+        self.at(when, lambda: self._received(link, data))
+
+    def end(self, link: _Link) -> None:
+        self.at(self._arrival(link, 0), lambda: self._ended(link))
+
+    def _arrival(self, link: _Link, nbytes: int) -> float:
+        source, to = link.rank, link.to
+        cost = self.network.cost(nbytes)
+        self._free[source] = max(self.now, self._free[source]) + cost
+        link.last = max(self._free[source] + self.network.latency(source, to), link.last)
+        return link.last
+
+    def _received(self, link: _Link, data: Any) -> None:
+        rank = link.to
+        if rank in self.dead:
+            return
+        start = max(self.now, self._free[rank])
+        if start > self.now:  # the rank handles other messages first
+            self.at(start, lambda: self._received(link, data))
+            return
+        self._free[rank] = self.now + self.network.message_us
+        if data["body"]["kind"] == "Presence":
+            self.changed = self.now
+        self.handled[rank] += 1
+        assert link.peer is not None
+        self.routers[rank].received(link.peer, data)
+        self._after(rank)
+
+    def _ended(self, link: _Link) -> None:
+        rank = link.to
+        assert link.peer is not None
+        if rank not in self.dead:
+            self.routers[rank].ended(link.peer, "its connection has ended")
+            self._after(rank)
+
+    def _after(self, rank: int) -> None:
+        self._attach(rank)
+        if self.routers[rank].is_root and rank not in self._probing and self.routers[rank].absent:
+            self._probing.add(rank)
+            self.at(self.now + REFUSED_SECONDS * 1e6, lambda: self._probe(rank))
+
+    def _probe(self, rank: int) -> None:
+        """The root looks for the ranks that should be connected and are not."""
+        self._probing.discard(rank)
+        if rank not in self.dead:
+            for absent in self.routers[rank].absent:
+                if absent in self.dead:
+                    self.routers[rank].declare_lost(absent, NOT_THERE)
+            self._after(rank)
+
+
+def _ignore(source: int, body: object) -> None:
+    pass
+
+
+@final
+class _Link:
+    """One end of a connection."""
+
+    def __init__(self, tree: Tree, rank: int, to: int) -> None:
+        self._tree = tree
+        self.rank, self.to = rank, to
+        self.peer: _Link | None = None
+        self.last = 0.0  # arrival of the last message
+        self._closed = False
+
+    def send(self, message: object) -> None:
+        if not self._closed:
+            self._tree.send(self, message)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._tree.end(self)
