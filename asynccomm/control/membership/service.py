@@ -79,7 +79,7 @@ class MembershipService:
         self._out: dict[str, str] = {}  # comms that exclude this rank, and why
         self._left: dict[str, set[int]] = {}  # comms without a coordinator, and the ranks that left them
         self._changed: asyncio.Future[None] | None = None
-        self._advancing: set[str] = set()  # comms whose coordinator takes a step in this iteration of the loop
+        self._advancing: set[str] = set()  # comms with a step of the coordinator in this iteration
         self._last_tick = math.inf  # time of the last tick()
         self._closed = False
 
