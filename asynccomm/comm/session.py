@@ -197,6 +197,7 @@ class Session:
                 hints=hints,
                 high_priority_stream=self.options.high_priority_stream,
                 announcements=self.reporter,
+                alternatives=name != last,
             )
             try:
                 connected = self.submitter.backend = await backend.connect(context)

@@ -23,7 +23,6 @@ import itertools
 import logging
 import os
 import secrets
-import socket
 import time
 from collections.abc import Collection, Mapping
 from typing import Annotated, Final, NamedTuple, TypeAlias, cast, final
@@ -43,6 +42,7 @@ from asynccomm.control.transport.schema import (
     shown,
 )
 from asynccomm.control.transport.topology import RankAddress, Text
+from asynccomm.core.hosts import host_name
 from asynccomm.errors import RendezvousError, StoreTimeoutError
 from asynccomm.store.base import Store
 from asynccomm.version import __version__
@@ -148,7 +148,7 @@ async def handshake(
 
     Raises: RendezvousError naming the missing ranks or the mismatch, on all ranks that have arrived so far.
     """
-    host, pid, nonce = socket.gethostname(), os.getpid(), secrets.token_hex(8)
+    host, pid, nonce = host_name(), os.getpid(), secrets.token_hex(8)
     hello = _Hello(rank, nonce, __version__, size, backend, ordering, host, pid, contact)
     deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)

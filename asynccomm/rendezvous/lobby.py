@@ -11,13 +11,13 @@ import contextlib
 import math
 import os
 import secrets
-import socket
 from collections.abc import Sequence
 from typing import Any, Final, cast, final
 
 from asynccomm.control.transport.connection import Tokens
 from asynccomm.control.transport.schema import Message, dumps, loads
 from asynccomm.control.transport.topology import RankAddress
+from asynccomm.core.hosts import host_name
 from asynccomm.errors import AsyncCommError, StoreTimeoutError
 from asynccomm.store.base import Store
 
@@ -84,7 +84,7 @@ class Lobby:
 
     async def enter(self) -> tuple[str, int]:
         """Enter the lobby; returns the newcomer's generated name and its number."""
-        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
         number = await self._room.add("count", 1)
         await self._room.set(f"name/{number}", name)
         return name, number
