@@ -33,7 +33,8 @@ class Invitation(Message, frozen=True):
     ranks: list[int]  #: ranks of the comm's members in the job
     contacts: list[RankAddress]  #: of the job's ranks
     tokens: Tokens
-    backend: str
+    backend: str  #: the backend in use
+    backends: list[str]  #: those from which the ranks choose the next one, in the order to try them
     ordering: str
 
 
