@@ -1,4 +1,4 @@
-"""The plans of collectives whose sizes only the senders know: parcels, and the uneven all_to_all.
+"""The plans of collectives of sizes that only the senders know: parcels, and the uneven all_to_all.
 
 The parcels that go the same way travel as one parcel, a *bundle*: inside the host to their receivers and to the leader,
 between leaders, and from a leader to the receivers on its host. They are delivered when all have come.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
@@ -18,10 +18,10 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.hierarchical.memory import room
 from asynccomm.backends.hierarchical.movement import MEET
-from asynccomm.backends.hierarchical.pipeline import Lane, Plan, Step, Way
+from asynccomm.backends.hierarchical.pipeline import Lane, Leg, Plan, Way
 from asynccomm.backends.hierarchical.placement import Placement
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import AllToAll, Call, Parcel, Parcels
+from asynccomm.ops import Call, Parcel, Parcels
 
 _COUNT: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<IIIQ")  # source, destination, bytes of the head, bytes of the payload
@@ -91,19 +91,19 @@ class _Router:
         found = {i.source: i.parcel for i in (*self._near, *self._far) if i.destination in (me, ALL) and i.source != me}
         return dict(sorted(found.items()))
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[Leg]:
         """The steps on this rank."""
         where, giver, taker = self._where, self._giver, self._taker
         steps = []
         if not where.alone:
             given = giver is None or where.is_local(giver)
-            steps.append(Step(Lane.UP, self._up) if given else MEET)
+            steps.append(Leg(Lane.UP, self._up) if given else MEET)
         if where.leads:
-            steps.append(Step(Lane.ACROSS, self._across))
+            steps.append(Leg(Lane.ACROSS, self._across))
         comes = giver is None or not where.is_local(giver)
         goes_on = taker is None or (where.is_local(taker) and taker != where.local[0])
         if not where.alone and comes and goes_on:
-            steps.append(Step(Lane.DOWN, self._down))
+            steps.append(Leg(Lane.DOWN, self._down))
         return steps
 
     def _up(self) -> Call:
@@ -146,7 +146,7 @@ class _Router:
     def _call(
         self, giver: int | None, taker: int | None, bundles: Sequence[Parcel], ranks: Sequence[int], into: list[Item]
     ) -> Call:
-        """The step between ``ranks``; what comes goes ``into`` the list."""
+        """The step between ``ranks``; the items that come are put ``into`` the list."""
         op = Parcels(self._method, shared=self._shared, giver=giver, taker=taker)
         gives = giver is None or ranks[giver] == self._where.rank
         return Call(op, (), (), None, parcels=tuple(bundles) if gives else (), place=_Inbox(ranks, into).place)
@@ -168,8 +168,7 @@ class _Inbox:
 
 def parcels(where: Placement, submission: Submission) -> Way:
     """The way of ``Parcels``."""
-    op = submission.op
-    assert isinstance(op, Parcels)
+    op: Any = submission.op
     delivery = Delivery(submission)
     own: list[Item] = []
     if op.gives(where.rank) and submission.parcels:
@@ -197,8 +196,7 @@ def parcels(where: Placement, submission: Submission) -> Way:
 
 def all_to_all(where: Placement, submission: Submission) -> Way:
     """The way of an ``AllToAll``: the tensors as parcels. The head of each is the sender's call, for the error."""
-    op = submission.op
-    assert isinstance(op, AllToAll)
+    op: Any = submission.op
     buffers = separated(submission, where.rank)
     head, me = str(op).encode(), where.rank
     sent = [Parcel(head, (contribution(op, (tensor,)),)) for tensor in buffers.inputs]

@@ -12,7 +12,7 @@ from typing import Final
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.frames import digest
-from asynccomm.ops import Op, Parcels
+from asynccomm.ops import Op
 from asynccomm.ops.signature import signature
 
 REMEMBERED: Final = 4096  # calls, for errors
@@ -29,7 +29,7 @@ def label_of(submission: Submission) -> str:
     if len(_calls) >= REMEMBERED:
         _calls.clear()
     _calls[hashed] = op
-    return f"{op.method if isinstance(op, Parcels) else op.kind} #{hashed}"
+    return f"{getattr(op, 'method', op.kind)} #{hashed}"
 
 
 def call_behind(step: str) -> str:

@@ -1,8 +1,8 @@
 """The plans of the collectives that move tensors of sizes known to all ranks.
 
-The leaders exchange what their hosts have for each other, so there is one message from host to host. Large gathers and
-all_to_alls on hosts of equal size go on all rails instead, with the same bytes on each. Data is flat bytes, in the
-operation's own memory where that lies as needed.
+The leaders exchange the data that their hosts have for each other, so there is one message from host to
+host. Large gathers, and all_to_alls on hosts of equal size, go on all rails instead, with the same bytes on each. Data
+is flat bytes, in the operation's own memory where that lies as needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.computing import contribution, fill, perform
 from asynccomm.backends.hazards import Buffers, separated
 from asynccomm.backends.hierarchical.memory import cut, landing, room
-from asynccomm.backends.hierarchical.pipeline import Lane, Plan, Step, Way
+from asynccomm.backends.hierarchical.pipeline import Lane, Leg, Plan, Way
 from asynccomm.backends.hierarchical.placement import Placement
 from asynccomm.backends.regions import adjoining
 from asynccomm.ops import (
@@ -40,7 +40,7 @@ PIECE: Final = 8 << 20  # bytes of a piece of a large broadcast
 _BYTE: Final = torch.uint8
 
 #: inside a host, when nothing is to be moved there yet: so that its ranks notice if they differ
-MEET: Final = Step(Lane.UP, lambda: Call(Barrier(), (), (), None))
+MEET: Final = Leg(Lane.UP, lambda: Call(Barrier(), (), (), None))
 
 
 def barrier(where: Placement, submission: Submission) -> Way:
@@ -50,7 +50,7 @@ def barrier(where: Placement, submission: Submission) -> Way:
         lanes.append(Lane.ACROSS)
     if not where.alone:
         lanes.append(Lane.DOWN)
-    return Way([Plan([Step(lane, lambda: Call(Barrier(), (), (), None)) for lane in lanes])])
+    return Way([Plan([Leg(lane, lambda: Call(Barrier(), (), (), None)) for lane in lanes])])
 
 
 def broadcast(where: Placement, submission: Submission) -> Way:
@@ -62,9 +62,9 @@ def broadcast(where: Placement, submission: Submission) -> Way:
     tensors, is_root = buffers.inputs or buffers.outputs, where.rank == op.root
     home = where.host_of(op.root)
 
-    def part(lane: Lane, root: int, *, gives: bool) -> Step:
+    def part(lane: Lane, root: int, *, gives: bool) -> Leg:
         inside = Broadcast(op.dtype, op.numel, root, layout=op.layout)
-        return Step(lane, lambda: Call(inside, tensors if gives else (), () if gives else tensors, None))
+        return Leg(lane, lambda: Call(inside, tensors if gives else (), () if gives else tensors, None))
 
     steps = []
     if not where.alone:
@@ -99,12 +99,12 @@ def _broadcast_piece(where: Placement, root: int, data: Tensor) -> Plan:
     steps = []
     if not where.alone:
         inside = partial(moved, where.position_of(root), data, gives=is_root)
-        steps.append(Step(Lane.UP, inside) if home == where.host else MEET)
+        steps.append(Leg(Lane.UP, inside) if home == where.host else MEET)
     if len(mine):
-        steps.append(Step(Lane.ACROSS, partial(moved, home, mine, gives=home == where.host)))
+        steps.append(Leg(Lane.ACROSS, partial(moved, home, mine, gives=home == where.host)))
     if not where.alone and home != where.host:
         gather = AllGather.of_counts(_BYTE, counts)
-        steps.append(Step(Lane.DOWN, lambda: Call(gather, (mine,), tuple(parts), None)))
+        steps.append(Leg(Lane.DOWN, lambda: Call(gather, (mine,), tuple(parts), None)))
     return Plan(steps)
 
 
@@ -157,13 +157,13 @@ def _gather_on_rails(where: Placement, sizes: Sequence[int], mine: Tensor, parts
         outputs = tuple([parts[rank] for ranks in rails for rank in ranks])
         return Call(op, tuple([parts[rank] for rank in rail]), outputs, None)
 
-    return Plan([MEET, Step(Lane.ACROSS, across), Step(Lane.DOWN, inside)])
+    return Plan([MEET, Leg(Lane.ACROSS, across), Leg(Lane.DOWN, inside)])
 
 
 def _gather_by_leaders(
     where: Placement, sizes: Sequence[int], mine: Tensor, data: Tensor, parts: dict[int, Tensor]
 ) -> Plan:
-    """Inside the host, between leaders, and what came from the other hosts to the ranks of the host."""
+    """Inside the host, between leaders, and the data of the other hosts to the ranks of the host."""
     by_host = [sum([sizes[rank] for rank in host]) for host in where.hosts]
     blocks = data.split_with_sizes(by_host)
     ours = blocks[where.host]
@@ -180,11 +180,11 @@ def _gather_by_leaders(
         op = Broadcast(_BYTE, sum([len(block) for block in others]), 0, layout=layout_of([len(b) for b in others]))
         return Call(op, others if where.leads else (), () if where.leads else others, None)
 
-    steps = [] if where.alone else [Step(Lane.UP, up)]
+    steps = [] if where.alone else [Leg(Lane.UP, up)]
     if where.leads:
-        steps.append(Step(Lane.ACROSS, across))
+        steps.append(Leg(Lane.ACROSS, across))
     if not where.alone:
-        steps.append(Step(Lane.DOWN, down))
+        steps.append(Leg(Lane.DOWN, down))
     return Plan(steps)
 
 
@@ -213,11 +213,11 @@ def gather(where: Placement, submission: Submission) -> Way:
         source = mine if where.alone else ours
         return _exchange(sends, source.split_with_sizes(sends), receives, target.split_with_sizes(receives))
 
-    steps = [] if where.alone else [Step(Lane.UP, up)]
+    steps = [] if where.alone else [Leg(Lane.UP, up)]
     if where.leads:
-        steps.append(Step(Lane.ACROSS, across))
+        steps.append(Leg(Lane.ACROSS, across))
     if here and op.root != where.local[0] and (is_root or where.leads):
-        steps.append(Step(Lane.DOWN, partial(_between, where, op.root, data)))
+        steps.append(Leg(Lane.DOWN, partial(_between, where, op.root, data)))
     return Way([Plan(steps)], finish)
 
 
@@ -263,11 +263,11 @@ def scatter(where: Placement, submission: Submission) -> Way:
 
     steps = [] if where.alone else [MEET]
     if here and op.root != where.local[0] and (is_root or where.leads):
-        steps.append(Step(Lane.UP, partial(_between, where, op.root, whole, back=True)))
+        steps.append(Leg(Lane.UP, partial(_between, where, op.root, whole, back=True)))
     if where.leads:
-        steps.append(Step(Lane.ACROSS, across))
+        steps.append(Leg(Lane.ACROSS, across))
     if not where.alone:
-        steps.append(Step(Lane.DOWN, down))
+        steps.append(Leg(Lane.DOWN, down))
     return Way([Plan(steps)], _after(fill_outputs, buffers))
 
 
@@ -301,7 +301,7 @@ Received = Callable[[], dict[int, Tensor]]  # by source
 
 
 def _all_to_all_on_rails(where: Placement, chunks: Sequence[Tensor]) -> tuple[Plan, Received]:
-    """Inside the host each rank gets the chunks for its rail, whose ranks then exchange them."""
+    """Inside the host each rank gets the chunks for its rail; the ranks of the rail then exchange them."""
     hosts, positions, each = len(where.hosts), len(where.local), len(chunks[0])
     inside, result = room(each * where.size), room(each * where.size)
 
@@ -316,7 +316,7 @@ def _all_to_all_on_rails(where: Placement, chunks: Sequence[Tensor]) -> tuple[Pl
     def received() -> dict[int, Tensor]:
         return dict(zip(where.order, result.split_with_sizes([each] * where.size), strict=True))
 
-    return Plan([Step(Lane.UP, up), Step(Lane.ACROSS, across)]), received
+    return Plan([Leg(Lane.UP, up), Leg(Lane.ACROSS, across)]), received
 
 
 def _all_to_all_by_leaders(where: Placement, chunks: Sequence[Tensor]) -> tuple[Plan, Received]:
@@ -363,9 +363,9 @@ def _all_to_all_by_leaders(where: Placement, chunks: Sequence[Tensor]) -> tuple[
             return found | {where.rank: chunks[where.rank].clone()}
         return found | {rank: part[:each] for rank, part in zip(here, arrived, strict=True)}
 
-    steps = [] if where.alone else [Step(Lane.UP, up)]
+    steps = [] if where.alone else [Leg(Lane.UP, up)]
     if where.leads:
-        steps.append(Step(Lane.ACROSS, across))
+        steps.append(Leg(Lane.ACROSS, across))
     if not where.alone:
-        steps.append(Step(Lane.DOWN, down))
+        steps.append(Leg(Lane.DOWN, down))
     return Plan(steps), received

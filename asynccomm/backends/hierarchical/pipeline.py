@@ -10,7 +10,7 @@ back: the first unfinished operation waits for none. Different operations, and t
 at the same time.
 
 The end of a step may come on any thread, inside a backend that holds locks. No thread therefore waits for another here:
-whoever finds nobody at work carries out all events that have come, and others leave theirs.
+a thread that finds none at work carries out all events that have come, and other threads leave theirs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Lane(enum.IntEnum):
     DOWN = 2
 
 
-class Step(NamedTuple):
+class Leg(NamedTuple):
     """One collective on one lane."""
 
     lane: Lane
@@ -56,7 +56,7 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     """The steps of an operation, or of a piece of one, on this rank."""
 
-    steps: Sequence[Step]
+    steps: Sequence[Leg]
     finish: Callable[[], object] | None = None  #: called after the last step
 
 
@@ -107,7 +107,7 @@ class Pipeline:
         self._failed = failed
         self._queues: dict[Lane, deque[_Job]] = {lane: deque() for lane in backends}
         self._events: deque[Callable[[], object]] = deque()
-        self._working = threading.Lock()  # held by the thread that carries out events; nobody waits for it
+        self._working = threading.Lock()  # held by the thread that carries out events; no thread waits for it
         self._aside = OrderedExecutor(f"{name}-steps", 1)
         self._main = threading.get_ident()
         self._ended = False

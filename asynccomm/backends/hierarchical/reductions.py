@@ -22,14 +22,14 @@ from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.hierarchical.memory import cut, landing, room, stored_dtype
-from asynccomm.backends.hierarchical.pipeline import Lane, Plan, Step, Way
+from asynccomm.backends.hierarchical.pipeline import Lane, Leg, Plan, Way
 from asynccomm.backends.hierarchical.placement import Placement
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Call, Recv, Reduce, ReduceScatter, Send, layout_of
 from asynccomm.ops.base import layout_of_shares
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.validation import counts_of
 
-SMALL: Final = 128 << 10  # bytes up to which the leaders reduce for their hosts
+SMALL: Final = 512 << 10  # bytes up to which the leaders reduce for their hosts
 PIECE: Final = 8 << 20  # bytes of a piece
 
 _WITHOUT_FACTOR: Final = {RedOpType.AVG: ReduceOp.SUM, RedOpType.PREMUL_SUM: ReduceOp.SUM}
@@ -82,7 +82,7 @@ class _Reduction:
         return room(len(result), self.wide) if self.converted else result
 
     def narrow(self, total: Tensor, result: Tensor) -> None:
-        """Divide and round ``total`` into ``result``, whose memory it may be."""
+        """Divide and round ``total`` into ``result``; both may be the same memory."""
         arithmetic.narrow(total, result, self._reduction, self._size)
 
 
@@ -103,7 +103,7 @@ def _by_leaders(where: Placement, r: _Reduction, total: Tensor, result: Tensor) 
     n = len(r.given)
     steps = _to_leader(where, r, total)
     if where.leads:
-        steps.append(Step(Lane.ACROSS, partial(_reduce_in_place, r, total)))
+        steps.append(Leg(Lane.ACROSS, partial(_reduce_in_place, r, total)))
     if where.alone:
         return Plan(steps, partial(r.narrow, total, result))
 
@@ -114,10 +114,10 @@ def _by_leaders(where: Placement, r: _Reduction, total: Tensor, result: Tensor) 
         r.narrow(total, result)
         return Call(op, (result,), (), None)
 
-    return Plan([*steps, Step(Lane.DOWN, back)])
+    return Plan([*steps, Leg(Lane.DOWN, back)])
 
 
-def _to_leader(where: Placement, r: _Reduction, total: Tensor) -> list[Step]:
+def _to_leader(where: Placement, r: _Reduction, total: Tensor) -> list[Leg]:
     """Reduce the contributions of this host into ``total``, on the leader."""
     if where.alone:
         if total.data_ptr() != r.given.data_ptr():
@@ -131,7 +131,7 @@ def _to_leader(where: Placement, r: _Reduction, total: Tensor) -> list[Step]:
             return Call(op, inputs, (), None)
         return Call(op, inputs, inputs if _same(total, r.given) else (total,), None)
 
-    return [Step(Lane.UP, reduced)]
+    return [Leg(Lane.UP, reduced)]
 
 
 def _reduce_in_place(r: _Reduction, total: Tensor) -> Call:
@@ -157,14 +157,14 @@ def _in_parts(where: Placement, r: _Reduction, given: Tensor, total: Tensor, res
 
     steps = []
     if not where.alone:
-        steps.append(Step(Lane.UP, inside))
+        steps.append(Leg(Lane.UP, inside))
     elif not _same(mine, given):
         mine.copy_(given)
     if counts[where.position]:
-        steps.append(Step(Lane.ACROSS, partial(_reduce_in_place, r, mine)))
+        steps.append(Leg(Lane.ACROSS, partial(_reduce_in_place, r, mine)))
     if where.alone:
         return Plan(steps, partial(r.narrow, mine, my_result))
-    return Plan([*steps, Step(Lane.DOWN, together)])
+    return Plan([*steps, Leg(Lane.DOWN, together)])
 
 
 def reduce(where: Placement, submission: Submission) -> Way:
@@ -189,9 +189,9 @@ def reduce(where: Placement, submission: Submission) -> Way:
         return Call(Send(r.stored, n, root, 0), (result,), (), None)
 
     if where.leads:
-        steps.append(Step(Lane.ACROSS, to_root_host))
+        steps.append(Leg(Lane.ACROSS, to_root_host))
     if here and root and (is_root or where.leads):
-        return Way([Plan([*steps, Step(Lane.DOWN, to_root)])], land)
+        return Way([Plan([*steps, Leg(Lane.DOWN, to_root)])], land)
     return Way([Plan(steps, partial(r.narrow, total, result) if is_root else None)], land)
 
 
@@ -225,7 +225,7 @@ def _scatter_on_rails(where: Placement, r: _Reduction, counts: Sequence[int], re
     def across() -> Call:
         return _divided(r, mine, partials, total)
 
-    return Plan([Step(Lane.UP, inside), Step(Lane.ACROSS, across)], partial(r.narrow, total, result))
+    return Plan([Leg(Lane.UP, inside), Leg(Lane.ACROSS, across)], partial(r.narrow, total, result))
 
 
 def _scatter_by_leaders(where: Placement, r: _Reduction, counts: Sequence[int], result: Tensor) -> Plan:
@@ -240,7 +240,7 @@ def _scatter_by_leaders(where: Placement, r: _Reduction, counts: Sequence[int], 
     ours = r.total(result) if where.alone else room(by_host[where.host] if leads else 0, r.wide)
     steps = _to_leader(where, r, total)
     if leads:
-        steps.append(Step(Lane.ACROSS, lambda: _divided(r, by_host, total, ours)))
+        steps.append(Leg(Lane.ACROSS, lambda: _divided(r, by_host, total, ours)))
     if where.alone:
         return Plan(steps, partial(r.narrow, ours, result))
 
@@ -252,7 +252,7 @@ def _scatter_by_leaders(where: Placement, r: _Reduction, counts: Sequence[int], 
         op = AllToAll(r.stored, tuple(sends), tuple(receives))
         return Call(op, stored.split_with_sizes(sends), result.split_with_sizes(receives), None)
 
-    return Plan([*steps, Step(Lane.DOWN, down)])
+    return Plan([*steps, Leg(Lane.DOWN, down)])
 
 
 def _divided(r: _Reduction, counts: Sequence[int], shares: Tensor, output: Tensor) -> Call:

@@ -9,7 +9,7 @@ from typing import Final
 from asynccomm.backends.hierarchical.labels import call_behind
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError, PeerLostError
 
-_UNKNOWN: Final = "tag unknown here"  # in the text of a collective whose label this rank has not used
+_UNKNOWN: Final = "tag unknown here"  # in the text of a collective with a label that is new to this rank
 _END: Final = re.compile(r"\b(dst|src)=(\d+)")
 _RANK: Final = re.compile(r"\brank (\d+)\b")
 

@@ -20,7 +20,7 @@ from asynccomm.ops.validation import CommInfo, as_index
 from asynccomm.options import check_hints, check_name, seconds
 from asynccomm.rendezvous.job import CommIdentity, NameReservation
 
-NETWORKS: Final = frozenset({"gloo", "hierarchical"})  # backends between hosts, whose ranks may share memory in a host
+NETWORKS: Final = frozenset({"gloo", "hierarchical"})  # backends of ranks that may share memory in a host
 
 Ranks = Sequence[SupportsIndex]
 
@@ -163,7 +163,7 @@ class Groups(CommBase):
         """Make a comm of the ranks on each node; gives the comm of this rank's node. See :meth:`split`.
 
         Ranks are on one node if their hosts have the same name; nodes may have different numbers of ranks. The ranks
-        keep their order. They share memory if they can, whatever this comm's backend is. With :meth:`inter_node` the
+        keep their order. They share memory if they can, with any backend of this comm. With :meth:`inter_node` the
         comms form a hierarchy, in which data for all ranks crosses the network once for each node; the backend
         "hierarchical" does so by itself.
 
