@@ -122,8 +122,8 @@ async def bench(options: argparse.Namespace) -> None:
         new_comm("hierarchical", name="hierarchical", hints=hints) as hierarchical,
     ):
         comms = dict(zip(CONTENDERS, (flat, hierarchical), strict=True))
-        rows: Results[HostsRow]
-        with Results(show, options.json) as rows:
+        rows: Results[HostsRow] = Results(show, options.json)
+        with rows:
             for name in options.ops:
                 for nbytes in options.sizes:
                     rows.add(await measure(comms, name, nbytes, options.rounds, options.shape))

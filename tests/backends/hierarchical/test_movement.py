@@ -1,4 +1,4 @@
-"""Moving tensors over two levels: every chunk arrives at its place, with one message from host to host where possible."""
+"""Moving tensors over two levels: every chunk arrives at its place, with one message from host to host if possible."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ async def test_all_gather(hosts: str, limit: int) -> None:
     wholes = [torch.empty(world.size * N) for _ in range(world.size)]
     for rank, whole in enumerate(wholes):
         whole.chunk(world.size)[rank].copy_(data(rank, N))
-    world.run(lambda group: AllGatherSingle.of(group, wholes[group.rank], wholes[group.rank].chunk(world.size)[group.rank]))
+    world.run(
+        lambda group: AllGatherSingle.of(group, wholes[group.rank], wholes[group.rank].chunk(world.size)[group.rank])
+    )
     assert all(whole.equal(expected) for whole in wholes)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 from hypothesis import given
@@ -51,24 +53,25 @@ async def test_every_reduction_of_every_dtype(hosts: str, limit: int, monkeypatc
     size = world.size
     for dtype in DTYPES:
         for op in (*CONSTANTS, ReduceOp.PREMUL_SUM(2)):
-            if not legal(op, dtype):
-                continue
-            inputs = [whole_numbers(rank, 5 * size, dtype) for rank in range(size)]
-            expected = reduced(inputs, op)
-            note = f"{op} of {dtype}"
-            kept = [each.clone() for each in inputs]
-            calls = world.run(lambda group: AllReduce.of(group, inputs[group.rank], op, torch.empty_like(inputs[0])))
-            assert all(call.result.equal(expected) for call in calls), note
-            calls = world.run(lambda group: AllReduce.of(group, inputs[group.rank].clone(), op))
-            assert all(call.result.equal(expected) for call in calls), note
-            calls = world.run(lambda group: ReduceScatterSingle.of(group, None, inputs[group.rank], op))
-            assert torch.cat([call.result for call in calls]).equal(expected), note
-            for root in (0, size - 1):
-                calls = world.run(
-                    lambda group, root=root: Reduce.of(group, inputs[group.rank], root, op, torch.empty_like(inputs[0]))
-                )
-                assert calls[root].result.equal(expected), note
-            assert all(each.equal(before) for each, before in zip(inputs, kept, strict=True)), note
+            if legal(op, dtype):
+                check_all(world, [whole_numbers(rank, 5 * size, dtype) for rank in range(size)], op)
+
+
+def check_all(world: World, inputs: list[Tensor], op: ReduceOp) -> None:
+    expected, kept = reduced(inputs, op), [each.clone() for each in inputs]
+    outputs = [torch.empty_like(each) for each in inputs]
+    note = f"{op} of {expected.dtype}"
+    world.run(lambda group: AllReduce.of(group, inputs[group.rank], op, outputs[group.rank]))
+    assert all(output.equal(expected) for output in outputs), note
+    for call in world.run(lambda group: AllReduce.of(group, inputs[group.rank].clone(), op)):
+        assert call.result.equal(expected), note
+    calls = world.run(lambda group: ReduceScatterSingle.of(group, None, inputs[group.rank], op))
+    assert torch.cat([call.result for call in calls]).equal(expected), note
+    for root in (0, world.size - 1):
+        outputs[root].zero_()
+        world.run(lambda group, root=root: Reduce.of(group, inputs[group.rank], root, op, outputs[group.rank]))
+        assert outputs[root].equal(expected), note
+    assert all(each.equal(before) for each, before in zip(inputs, kept, strict=True)), note
 
 
 @pytest.mark.parametrize("hosts", WORLDS)
@@ -115,8 +118,6 @@ async def test_the_average_of_integers_is_truncated_once() -> None:
 def test_results_are_near_to_those_in_float64_and_bitwise_equal(
     hosts: str, n: int, seed: int, in_parts: bool, dtype: torch.dtype, op: ReduceOp
 ) -> None:
-    import asyncio
-
     async def check() -> None:
         world = World(WORLDS[hosts])
         generator = torch.Generator().manual_seed(seed)
