@@ -705,7 +705,7 @@ def _run(case: Case, main: Callable[[list[str]], Coroutine[Any, Any, list[Report
 
     async def everything() -> list[Report]:
         loop = asyncio.get_running_loop()
-        if case.backend == "shm":
+        if case.backend in ("shm", "hierarchical"):
             shared_thread()  # stays as long as the process
         loop.set_exception_handler(lambda _, context: _complain(problems, context, case.fault == "descriptors"))
         before = Inventory.take()
