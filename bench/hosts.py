@@ -1,7 +1,7 @@
 """Collectives between hosts: flat gloo against shared memory inside each host and gloo between them.
 
     python bench/hosts.py --per-host 2 --json out.json
-    python bench/hosts.py --shape "delay 1ms rate 1gbit"
+    python bench/hosts.py --shape "netem delay 1ms rate 1gbit"
 
 The two hosts are namespaces of this machine, joined by a virtual cable (namespaces.py); that takes root. Each round
 measures both comms once, in alternating order. Times are rank 0's, medians over rounds. The bytes are those that both
@@ -43,6 +43,7 @@ class HostsRow:
     hosts: int
     ranks: int
     shape: str
+    by_turns: bool  #: whether the ranks are placed in turns, and not host by host
     gloo_us: float
     hierarchical_us: float
     gloo_sent: float  #: bytes on the cable
@@ -74,18 +75,19 @@ async def sent(comm: Comm, op: Op, tensors: tuple[Any, Any], nbytes: int) -> flo
     return mine.item() / count
 
 
-async def measure(comms: dict[str, Comm], name: str, nbytes: int, rounds: int, shape: str) -> HostsRow:
+async def measure(comms: dict[str, Comm], name: str, nbytes: int, options: argparse.Namespace) -> HostsRow:
     first, op = comms[CONTENDERS[0]], OPS[name]
     tensors = op.tensors(floats(nbytes), first.rank, first.size)
     bodies = {which: timed(partial(repeated, comm, op, tensors)) for which, comm in comms.items()}
-    us = await in_turns(first, bodies, rounds)
+    us = await in_turns(first, bodies, options.rounds)
     wire = {which: await sent(comm, op, tensors, nbytes) for which, comm in comms.items()}
     return HostsRow(
         op=name,
         bytes=nbytes,
         hosts=2,
         ranks=first.size,
-        shape=shape,
+        shape=options.shape,
+        by_turns=options.by_turns,
         gloo_us=us["gloo"],
         hierarchical_us=us["hierarchical"],
         gloo_sent=wire["gloo"],
@@ -126,7 +128,7 @@ async def bench(options: argparse.Namespace) -> None:
         with rows:
             for name in options.ops:
                 for nbytes in options.sizes:
-                    rows.add(await measure(comms, name, nbytes, options.rounds, options.shape))
+                    rows.add(await measure(comms, name, nbytes, options))
 
 
 def start(options: argparse.Namespace) -> int:
@@ -136,7 +138,10 @@ def start(options: argparse.Namespace) -> int:
         shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
         ranks = []
         for rank in range(size):
-            host, local = hosts[rank // options.per_host], rank % options.per_host
+            number, local = divmod(rank, options.per_host)
+            if options.by_turns:
+                local, number = divmod(rank, 2)
+            host = hosts[number]
             own = {"RANK": str(rank), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
             ranks.append(host.start([sys.executable, *sys.argv], shared | own))
         try:
@@ -153,10 +158,11 @@ def start(options: argparse.Namespace) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--per-host", type=int, default=2, help="ranks on each of the two hosts")
+    parser.add_argument("--by-turns", action="store_true", help="place the ranks in turns, and not host by host")
     parser.add_argument("--sizes", type=lambda text: [int(s) for s in text.split(",")], default=SIZES, help="in bytes")
     parser.add_argument("--ops", type=lambda text: text.split(","), default=["all_reduce"], help=f"of {','.join(OPS)}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--shape", default="", help="options of tc's netem for the cable")
+    parser.add_argument("--shape", default="", help="a queueing discipline of tc for the cable")
     parser.add_argument("--json", help="file to write the rows to")
     options = parser.parse_args(arguments)
     for name in options.ops:
@@ -174,7 +180,10 @@ def main() -> None:
     if "RANK" in os.environ:
         run(bench(options))
     else:
-        sys.exit(start(options))
+        try:
+            sys.exit(start(options))
+        except RuntimeError as exc:
+            sys.exit(f"hosts.py: no such hosts can be made here: {exc}")
 
 
 if __name__ == "__main__":

@@ -52,9 +52,9 @@ def two_hosts(shape: str = "") -> Iterator[tuple[Host, Host]]:
     """Two hosts with a cable between them.
 
     Args:
-        shape: options of ``tc``'s netem for both ends, such as ``"delay 1ms rate 1gbit"``; empty: none.
+        shape: a queueing discipline of ``tc`` for both ends, such as ``"netem delay 1ms rate 1gbit"``; empty: none.
 
-    Raises: RuntimeError with the output of the command that failed.
+    Raises: RuntimeError with the output of the command that failed, as where the kernel lacks the discipline.
     """
     with ExitStack() as stack:
         names, addresses = ("host-a", "host-b"), ("10.77.0.1", "10.77.0.2")
@@ -66,7 +66,7 @@ def two_hosts(shape: str = "") -> Iterator[tuple[Host, Host]]:
             _run(*host.command("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE))
             _run(*host.command("ip", "link", "set", INTERFACE, "up"))
             if shape:
-                _run(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", "netem", *shape.split()))
+                _run(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", *shape.split()))
         yield hosts[0], hosts[1]
 
 

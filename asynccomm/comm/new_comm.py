@@ -60,7 +60,7 @@ def new_comm(
 
     Args:
         backend: a name from :func:`asynccomm.backend_names`, or ``"auto"``: on the CPU shared memory where all ranks
-            can map it, else gloo.
+            can map it, else that of each host with gloo between hosts, else gloo.
         device: the device of the tensors.
         name: the same on all ranks, and unique among the open comms of this process.
         timeout: seconds or a timedelta (default 600), for connecting and then for each operation without a timeout of
