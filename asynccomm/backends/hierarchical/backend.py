@@ -18,6 +18,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final, Self, final
 
 import torch
@@ -193,7 +194,8 @@ class HierarchicalBackend(Backend):
         peer = op.peer
         assert peer is not None
         if self._inside is not None and where.is_local(peer):
-            self._inside.submit((self._numbered_inside(submission, op, where.position_of(peer)),))
+            inside = (self._numbered_inside(submission, op, where.position_of(peer)),)
+            self._pipeline.call(partial(self._inside.submit, inside))
         else:
             assert self._between is not None
             self._between.submit((submission,))

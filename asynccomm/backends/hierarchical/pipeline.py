@@ -129,6 +129,10 @@ class Pipeline:
         label = label_of(submission)
         self._post(partial(self._enter, [_Job(plan, submission, label, latch) for plan in way.plans]))
 
+    def call(self, submit: Callable[[], object]) -> None:
+        """Call ``submit``, which uses the backend of a lane: in turn with the steps, as a backend takes one at a time."""
+        self._post(submit)
+
     def end(self) -> None:
         """Carry out no more steps: the comm is broken or closed. From any thread, more than once."""
         self._ended = True

@@ -207,6 +207,27 @@ async def test_a_thread_leaves_its_event_to_the_one_at_work() -> None:
     assert line.over == [0]
 
 
+async def test_messages_and_legs_are_submitted_one_at_a_time() -> None:
+    line = Line()
+    entered, leave = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow(batch: Sequence[Submission]) -> None:
+        entered.set()
+        assert leave.wait(10)
+        order.append("leg")
+
+    line.up.submit = slow  # type: ignore[method-assign]
+    working = threading.Thread(target=line.start, args=(0, Lane.UP))
+    working.start()
+    assert entered.wait(10)
+    line.pipeline.call(lambda: order.append("message"))
+    assert order == []
+    leave.set()
+    working.join()
+    assert order == ["leg", "message"]
+
+
 async def test_a_leg_that_ends_in_its_submission() -> None:
     line = Line()
 
