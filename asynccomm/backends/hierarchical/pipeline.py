@@ -130,7 +130,7 @@ class Pipeline:
         self._post(partial(self._enter, [_Job(plan, submission, label, latch) for plan in way.plans]))
 
     def call(self, submit: Callable[[], object]) -> None:
-        """Call ``submit``, which uses the backend of a lane: in turn with the steps, as a backend takes one at a time."""
+        """Call ``submit``, which uses the backend of a lane, in turn with the steps: these take one call at a time."""
         self._post(submit)
 
     def end(self) -> None:
