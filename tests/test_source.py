@@ -29,6 +29,7 @@ BY_OPERATION = {
     "backends.gloo.p2p",
     "backends.gloo.packing",
     "backends.hazards",
+    "backends.hierarchical.backend",
     "backends.loopback",
     "backends.nccl.backend",
     "backends.nccl.lowering",

@@ -167,6 +167,7 @@ class BackendContext:
     hints: Mapping[str, str] = field(default_factory=dict)  #: already checked; only keys of ``Backend.hints``
     high_priority_stream: bool = False  #: for GPU backends
     announcements: Announcements | None = None  #: None: there is only the store
+    alternatives: bool = False  #: whether another backend is tried if this one raises UnsuitableError
 
     def announce(self, text: str) -> Coroutine[Any, Any, None]:
         """Send ``text`` to the other ranks; rank 0 calls this once, and awaits the result or cancels it when all came.

@@ -18,12 +18,13 @@ from asynccomm.backends.base import Backend
 ENTRY_POINT_GROUP = "asynccomm.backends"
 _BUILTIN = {
     "gloo": ("asynccomm.backends.gloo.backend", "GlooBackend"),
+    "hierarchical": ("asynccomm.backends.hierarchical.backend", "HierarchicalBackend"),
     "nccl": ("asynccomm.backends.nccl.backend", "NcclBackend"),
     "loopback": ("asynccomm.backends.loopback", "LoopbackBackend"),
     "shm": ("asynccomm.backends.shm.backend", "ShmBackend"),
 }
 _AUTO = {
-    "cpu": ("shm", "gloo"),
+    "cpu": ("shm", "hierarchical", "gloo"),
     "cuda": ("nccl",),
 }  # by type of device: the fastest backend first, the backend that serves any ranks last
 

@@ -244,8 +244,8 @@ async def _regroup(
     assert channel is not None
     assert origin is not None
     assert session.backend is not None
-    backends = {session.backend_name: type(session.backend)}
-    group, options = session.group, session.options
+    backends = session.candidates  # members on other hosts, or none on other hosts, may need another one
+    group, options = session.group, replace(session.options, hints=session.hints)
     ranks = {job: rank for rank, job in enumerate(identity.job_ranks)}
     if invite:
         await lobby_of(session).invite(invite, session.invitation())
@@ -259,7 +259,7 @@ async def _regroup(
         return await bootstrap(
             replace(place, rank=me, size=len(decision.members), scope=run_prefix(place, decision)),
             CommInfo(group.name, me, len(decision.members), group.device),
-            session.backend_name,
+            " or ".join(backends),
             backends,
             options,
             origin=replace(origin, place=place),

@@ -26,7 +26,7 @@ from asynccomm.errors import RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, check_name, seconds
 from asynccomm.rendezvous.job import JobOrigin
-from asynccomm.rendezvous.lobby import Lobby
+from asynccomm.rendezvous.lobby import Invitation, Lobby
 from asynccomm.rendezvous.spec import RendezvousSpec, connect_store, resolve_spec
 from asynccomm.store.base import Store, within
 from asynccomm.store.memory import MemoryStore
@@ -60,7 +60,7 @@ def new_comm(
 
     Args:
         backend: a name from :func:`asynccomm.backend_names`, or ``"auto"``: on the CPU shared memory where all ranks
-            can map it, else gloo.
+            can map it, else that of each host with gloo between hosts, else gloo.
         device: the device of the tensors.
         name: the same on all ranks, and unique among the open comms of this process.
         timeout: seconds or a timedelta (default 600), for connecting and then for each operation without a timeout of
@@ -215,7 +215,7 @@ async def join_existing(
         await meeting.aclose()
     joiner = Joiner(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
     try:
-        backends = _backends(invitation.backend, name, device, requested, allowed)
+        backends = _backends(invitation, name, device, requested, allowed)
     except BaseException:
         joiner.withdraw()  # the ranks wait for the invited process
         raise
@@ -227,7 +227,7 @@ async def join_existing(
         return await bootstrap(
             replace(place, rank=rank, size=size, scope=run_prefix(place, decision)),
             CommInfo(name, rank, size, device),
-            invitation.backend,
+            " or ".join(backends),
             backends,
             theirs,
             origin=JobOrigin(place, -number),  # negative: not a rank of the first rendezvous
@@ -247,12 +247,13 @@ async def join_existing(
 
 
 def _backends(
-    name: str, comm: str, device: torch.device, requested: str, allowed: Sequence[str]
+    invitation: Invitation, comm: str, device: torch.device, requested: str, allowed: Sequence[str]
 ) -> dict[str, type[Backend]]:
-    """The backend ``name`` that comm ``comm`` uses. Raises: RendezvousError if this process cannot use it."""
+    """The backends that comm ``comm`` may use. Raises: RendezvousError if this process cannot use them."""
+    name = invitation.backend
     if name not in allowed and requested != "auto":
         raise RendezvousError(f"comm {comm!r} uses backend {name!r}, but this process requests {requested!r}")
     try:
-        return {name: load_backend(name, device)}
+        return {each: load_backend(each, device) for each in invitation.backends}
     except ValueError as exc:
         raise RendezvousError(f"comm {comm!r} uses backend {name!r}, which cannot be used here: {exc}") from exc

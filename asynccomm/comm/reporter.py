@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from asynccomm.control.fingerprints import Fingerprint
 from asynccomm.control.timing import PING_SECONDS
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.core.callsite import CallSite, show
+from asynccomm.core.hosts import host_name
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError, CollectiveMismatchError, PeerLostError
@@ -349,7 +349,7 @@ class Reporter:
             "comm": self._group.name,
             "rank": self._group.rank,
             "size": self._group.size,
-            "host": socket.gethostname(),
+            "host": host_name(),
             "pid": os.getpid(),
             "state": "open" if error is None else f"broken: {error}" if isinstance(error, BrokenError) else "closed",
             "collectives": collectives,

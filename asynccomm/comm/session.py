@@ -79,6 +79,9 @@ class Session:
         self.mailbox = mailbox
         self.identity = identity
         self.backend_name: str = ""  #: the backend in use, or the last one tried
+        #: by name, the backends from which the one in use was chosen, and the hints for all of them
+        self.candidates: Mapping[str, type[Backend]] = {}
+        self.hints: Mapping[str, str] = options.hints
         self.regrouping: asyncio.Task[Session] | None = None  #: makes the comm that replaces this one
         self.reporter: Reporter | None = None  #: None: the comm has no control channel
         self.barriers: MonitoredBarriers = MonitoredBarriers(group, identity.room)
@@ -183,6 +186,7 @@ class Session:
         self._fail(BackendError(f"rank {rank} has closed comm {parent!r}, and takes no part in splitting it"))
 
     async def _connect_first(self, backends: Mapping[str, type[Backend]], timeout: float) -> None:
+        self.candidates = backends
         last = list(backends)[-1]
         for name, backend in backends.items():
             self.backend_name = name
@@ -197,6 +201,7 @@ class Session:
                 hints=hints,
                 high_priority_stream=self.options.high_priority_stream,
                 announcements=self.reporter,
+                alternatives=name != last,
             )
             try:
                 connected = self.submitter.backend = await backend.connect(context)
@@ -255,7 +260,10 @@ class Session:
         assert channel is not None
         contacts = list(channel.topology.contacts.values())
         jobs = list(self.identity.job_ranks)
-        return Invitation(self.identity.key, jobs, contacts, channel.tokens, self.backend_name, self.options.ordering)
+        names = list(self.candidates)
+        return Invitation(
+            self.identity.key, jobs, contacts, channel.tokens, self.backend_name, names, self.options.ordering
+        )
 
     async def wait_idle(self) -> None:
         """Wait until no operation is in flight, except receives of streams, before another comm replaces this one."""

@@ -24,7 +24,6 @@ import itertools
 import logging
 import os
 import secrets
-import socket
 import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -45,6 +44,7 @@ from asynccomm.control.transport.schema import (
     shown,
 )
 from asynccomm.control.transport.topology import RankAddress, Text
+from asynccomm.core.hosts import host_name
 from asynccomm.errors import RendezvousError, StoreTimeoutError
 from asynccomm.store.base import Store
 from asynccomm.version import __version__
@@ -151,7 +151,7 @@ async def handshake(
 
     Raises: RendezvousError naming the missing ranks or the mismatch, on all ranks that have arrived so far.
     """
-    host, pid, nonce = socket.gethostname(), os.getpid(), secrets.token_hex(8)
+    host, pid, nonce = host_name(), os.getpid(), secrets.token_hex(8)
     hello = _Hello(rank, nonce, __version__, size, backend, ordering, host, pid, contact)
     deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)

@@ -183,6 +183,7 @@ class CommIdentity:
         self.key: str = _digest(_path(room))  #: identifies this comm in the control channel
         self._reservation = reservation
         self._splits: Counter[str] = Counter()
+        self._unnamed: Counter[str] = Counter()
         self._left = True  # nothing to abandon unless enter() succeeds
         job.enter()
         self._left = False
@@ -197,6 +198,12 @@ class CommIdentity:
         number = self._splits[digest]
         self._splits[digest] += 1
         return self.room.prefix(f"split/{name}/{digest}/{number}")
+
+    def default_name(self, kind: str) -> str:
+        """The name of the next comm of a ``kind`` that is made without a name: all ranks count them alike."""
+        self._unnamed[kind] += 1
+        number = self._unnamed[kind]
+        return kind if number == 1 else f"{kind} {number}"
 
     def members_of(self, ranks: Sequence[int]) -> list[RankInfo]:
         """The members with these ``ranks``, renumbered from 0."""

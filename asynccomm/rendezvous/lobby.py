@@ -11,13 +11,13 @@ import contextlib
 import math
 import os
 import secrets
-import socket
 from collections.abc import Sequence
 from typing import Any, Final, cast, final
 
 from asynccomm.control.transport.connection import Tokens
 from asynccomm.control.transport.schema import Message, dumps, loads
 from asynccomm.control.transport.topology import RankAddress
+from asynccomm.core.hosts import host_name
 from asynccomm.errors import AsyncCommError, StoreTimeoutError
 from asynccomm.store.base import Store
 
@@ -33,7 +33,8 @@ class Invitation(Message, frozen=True):
     ranks: list[int]  #: ranks of the comm's members in the job
     contacts: list[RankAddress]  #: of the job's ranks
     tokens: Tokens
-    backend: str
+    backend: str  #: the backend in use
+    backends: list[str]  #: those from which the ranks choose the next one, in the order to try them
     ordering: str
 
 
@@ -84,7 +85,7 @@ class Lobby:
 
     async def enter(self) -> tuple[str, int]:
         """Enter the lobby; returns the newcomer's generated name and its number."""
-        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
         number = await self._room.add("count", 1)
         await self._room.set(f"name/{number}", name)
         return name, number

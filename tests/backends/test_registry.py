@@ -91,7 +91,7 @@ def test_the_wrong_device(name: str) -> None:
 
 
 def test_auto() -> None:
-    assert candidates("auto", CPU) == ("shm", "gloo")
+    assert candidates("auto", CPU) == ("shm", "hierarchical", "gloo")
     assert candidates("auto", torch.device("cuda", 1)) == ("nccl",)
     assert candidates("mine", torch.device("meta")) == ("mine",)
     with pytest.raises(ValueError, match="backend 'auto' has no choice for device meta"):

@@ -246,6 +246,25 @@ def test_weights_has_a_row_per_contender(tmp_path: Path) -> None:
         assert row["idle_p99_ms"] > 0
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("by_turns", [[], ["--by-turns"]], ids=["host by host", "by turns"])
+def test_hosts_has_a_row_per_size(tmp_path: Path, by_turns: list[str]) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("hosts.py", "--sizes", "8,4000000", *("--rounds", 1), *by_turns, "--json", out)
+    if "no hosts can be made" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["op"], row["bytes"], row["ranks"], row["hosts"]) for row in rows] == [
+        ("all_reduce", 8, 4, 2),
+        ("all_reduce", 4000000, 4, 2),
+    ]
+    large = rows[1]
+    assert large["ratio"] == pytest.approx(large["gloo_us"] / large["hierarchical_us"])
+    # a ring through all ranks crosses the cable twice with host after host, and four times with ranks in turns
+    assert large["sent_ratio"] == pytest.approx(1 / 3 if by_turns else 2 / 3, rel=0.1)
+
+
 BAD_ARGUMENTS = {
     "peers": (["collectives.py", "--peers", "gloo,carrier-pigeon"], "argument --peers: 'carrier-pigeon' is not one of"),
     "hint": (["hints.py", "--backend", "gloo", "--hint", "nonsense=1"], "argument --hint: gloo knows no 'nonsense'"),
@@ -255,6 +274,8 @@ BAD_ARGUMENTS = {
     "scale": (["scale.py", "--ranks", "2"], "arguments --ranks, --per-host: at least 3 ranks, and 1 on a host"),
     "bucket-mb": (["gradients.py", "--bucket-mb", "0"], "argument --bucket-mb: must be positive, got 0"),
     "weights": (["weights.py", "--servers", "0"], "arguments --servers, --sizes, --rounds: must be positive"),
+    "hosts": (["hosts.py", "--ops", "telepathy"], "argument --ops: 'telepathy' is not one of"),
+    "per-host": (["hosts.py", "--per-host", "0"], "arguments --per-host, --rounds: must be positive"),
     "lists": (
         ["coalesce.py", "--lists", "64 x 64 B,a shopping list"],
         "argument --lists: there is no list 'a shopping list'",

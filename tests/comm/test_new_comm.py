@@ -56,7 +56,7 @@ def environ(monkeypatch: pytest.MonkeyPatch, port: int) -> pytest.MonkeyPatch:
 
 
 BAD_CALLS: list[tuple[dict[str, object], str]] = [
-    ({"backend": "mpi"}, "backend 'mpi' is unknown; choose from auto, gloo, loopback"),
+    ({"backend": "mpi"}, "backend 'mpi' is unknown; choose from auto, gloo, hierarchical, loopback"),
     ({"backend": 3}, "backend must be a name, got 3"),
     ({"device": "toaster"}, "device must name a torch device .* got 'toaster'"),
     ({"backend": "gloo", "device": "cuda:0"}, "'gloo' takes tensors on .*, not on device cuda:0"),

@@ -76,7 +76,7 @@ MESSAGES: list[Any] = [
     RankAnswer(1, {"main": {"state": "open"}}),
     JobOverview({1: None, 2: 0.5}, {3: "killed"}, {1: "name"}),
     ADDRESS,
-    Invitation("key", [0, 1], [ADDRESS], Tokens("a", "b"), "shm", "program"),
+    Invitation("key", [0, 1], [ADDRESS], Tokens("a", "b"), "shm", ["shm"], "program"),
 ]
 NAMES = sorted({name for message in MESSAGES for name in to_builtins(message)} | {"decision", "members", "attempt"})
 ANYTHING = st.recursive(

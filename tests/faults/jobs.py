@@ -17,10 +17,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Final, final
 
+from asynccomm.core.hosts import PRETENDED
 from asynccomm.store.server import StoreServer, listen, serve
 
 from .inventory import sockets_named
-from .plans import LOCAL, Case
+from .plans import HOSTS, LOCAL, Case
 from .reports import Born, Ended, Order, Outcome, Report, Struck
 
 __all__ = ["Child", "Nursery"]
@@ -148,7 +149,8 @@ class Nursery:
                 child.close()
 
     def _environment(self, case: Case, rank: int, run: str) -> dict[str, str]:
-        return {
+        placed = {PRETENDED: f"host-{HOSTS[rank]}"} if case.backend == "hierarchical" else {}
+        return placed | {
             "RANK": str(max(rank, 0)),
             "LOCAL_RANK": str(max(rank, 0)),
             "WORLD_SIZE": str(case.size),

@@ -16,7 +16,9 @@ __all__ = [
     "BACKENDS",
     "COMBINATIONS",
     "FAULTS",
+    "HOSTS",
     "LOCAL",
+    "NETWORKS",
     "OPERATIONS",
     "PHASES",
     "Case",
@@ -26,7 +28,9 @@ __all__ = [
 ]
 
 LOCAL: Final = ("loopback", "nccl")  # all ranks share a process; NCCL is simulated
-BACKENDS: Final = ("shm", "gloo", *LOCAL)
+NETWORKS: Final = ("gloo", "hierarchical")  # those that use gloo
+BACKENDS: Final = ("shm", *NETWORKS, *LOCAL)
+HOSTS: Final = "aabb"  # the host of each rank, with the hierarchical backend
 ROOTED: Final = ("broadcast", "reduce", "scatter", "gather", "broadcast_object")
 SIZED: Final = (
     "all_reduce",
@@ -141,6 +145,22 @@ LOCAL_FAULTS: Final = {  # that can strike one of several ranks in one process
 }
 
 
+COMPOSED: Final = {  # of the hierarchical backend; the others strike its parts
+    ("kill", "before"),
+    ("kill", "flight"),
+    ("kill", "tail"),
+    ("kill", "shrink"),
+    ("kill", "split"),
+    ("stop", "flight"),
+    ("raise", "flight"),
+    ("cancel", "init"),
+    ("abort", "flight"),
+    ("cut", "flight"),
+    ("mismatch", "before"),
+    ("late", "before"),
+}
+
+
 def _details(fault: str, phase: str) -> tuple[str, ...]:
     if fault == "mismatch":
         return ("kind", "dtype", "size", "root")
@@ -159,6 +179,8 @@ def _combinations() -> Iterator[Combination]:
             if backend not in LOCAL and fault == "lose":
                 continue
             if fault == "memory" and backend != "shm":
+                continue
+            if backend == "hierarchical" and (fault, phase) not in COMPOSED:
                 continue
             for detail in _details(fault, phase):
                 yield fault, phase, backend, detail

@@ -652,7 +652,8 @@ def run_rank(case: Case, rank: int, tell: Tell) -> None:
             part.notes.append("a full file system was only feigned: users may not have namespaces here")
         timeout = MEETING if ends_by_deadline(case) else CALM
         ordering = "agreed" if case.operation == "agreed" else "program"
-        return [await part.run(lambda: new_comm(case.backend, timeout=timeout, ordering=ordering))]
+        hints = {"hostname": "127.0.0.1"} if case.backend == "hierarchical" else {}
+        return [await part.run(lambda: new_comm(case.backend, timeout=timeout, ordering=ordering, hints=hints))]
 
     _run(case, main, tell)
 
@@ -704,7 +705,7 @@ def _run(case: Case, main: Callable[[list[str]], Coroutine[Any, Any, list[Report
 
     async def everything() -> list[Report]:
         loop = asyncio.get_running_loop()
-        if case.backend == "shm":
+        if case.backend in ("shm", "hierarchical"):
             shared_thread()  # stays as long as the process
         loop.set_exception_handler(lambda _, context: _complain(problems, context, case.fault == "descriptors"))
         before = Inventory.take()

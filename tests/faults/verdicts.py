@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .plans import LOCAL, Case, Expected, expected
+from .plans import LOCAL, NETWORKS, Case, Expected, expected
 from .reports import Outcome, Report
 
 __all__ = ["delays", "judge"]
@@ -67,16 +67,16 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
 
 def _is_held_by_gloo(case: Case, report: Report) -> bool:
     """One in ten or so of those that give up large messages: a thread waits in gloo for what was going on."""
-    if case.backend == "gloo" and case.phase in ("init", "split"):  # a thread may go on connecting for 30 s
+    if case.backend in NETWORKS and case.phase in ("init", "split"):  # a thread may go on connecting for 30 s
         return all(what.startswith("descriptor ") for what in report.left)
-    large = case.backend == "gloo" and case.operation == "messages" and case.large
+    large = case.backend in NETWORKS and case.operation == "messages" and case.large
     return large and any("thread 'asynccomm-gloo-" in what for what in report.left)
 
 
 def _common_problems(case: Case, report: Report) -> list[str]:
     problems = list(report.problems)
     # one in fifty aborted groups leaves a thread of gloo behind, with its descriptors: a known limit of gloo
-    stuck = case.backend == "gloo" and any("asynccomm-gloo-end" in what for what in report.left)
+    stuck = case.backend in NETWORKS and any("asynccomm-gloo-end" in what for what in report.left)
     if not stuck and not _is_held_by_gloo(case, report):
         problems += [f"left behind: {what}" for what in report.left]
         if report.closing > CLOSING:

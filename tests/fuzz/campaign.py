@@ -20,7 +20,7 @@ from .torch_calls import OPS
 
 Signature = tuple[str, ...]
 
-BACKENDS = ("shm", "gloo", "loopback", "nccl", "torch")
+BACKENDS = ("shm", "gloo", "hierarchical", "loopback", "nccl", "torch")
 TRIES = 3  # of a program that fails now and then
 _DATA = ("wrong", "untouched", "result", "differs")
 SLOW_KINDS = ("hang", "crash")  # each try takes seconds
@@ -29,6 +29,7 @@ FEATURES = {
     "loopback": Features(),
     "shm": Features(torch=True),
     "gloo": Features(anyone=False),
+    "hierarchical": Features(anyone=False),
     "nccl": Features(anyone=False, wait=False),
     "torch": Features(torch=True, only_torch=True, groups=False, ops=OPS),
 }

@@ -30,6 +30,7 @@ import torch
 from torch import distributed as dist
 
 import asynccomm
+from asynccomm.core.hosts import PRETENDED
 
 from .judging import Finding
 from .oracle import expect
@@ -37,6 +38,8 @@ from .perform import Comms, Report, perform
 from .program import Program, loads
 from .torch_calls import torch_call
 from .worlds import IN_PROCESS, perform_all, worlds
+
+HOSTS = "abba"  # the host of each rank, with the hierarchical backend
 
 
 class Host:
@@ -92,7 +95,12 @@ class Host:
             self._stack.callback(_leave_torch)
             comms.torch_calls = partial(torch_call)
         if backend != "torch":
-            comms.world = await asynccomm.new_comm(backend, name=name, rank=rank, size=size, timeout=timeout)
+            hints = {}
+            if backend == "hierarchical":
+                os.environ[PRETENDED], hints = f"host-{HOSTS[rank % len(HOSTS)]}", {"hostname": "127.0.0.1"}
+            comms.world = await asynccomm.new_comm(
+                backend, name=name, rank=rank, size=size, timeout=timeout, hints=hints
+            )
         self._stack.push_async_callback(comms.aclose)
         self._comms = [comms]
         return {"opened": True}

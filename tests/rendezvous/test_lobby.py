@@ -16,7 +16,7 @@ from asynccomm.rendezvous import lobby as newcomers_module
 from asynccomm.rendezvous.lobby import Invitation, Lobby
 
 CONTACTS = [RankAddress(0, "here", 10, "name"), RankAddress(1, "there", 11, "", "1.2.3.4", 5)]
-INVITATION = Invitation("key", [1, 0], CONTACTS, Tokens("ask", "answer"), "gloo", "agreed")
+INVITATION = Invitation("key", [1, 0], CONTACTS, Tokens("ask", "answer"), "gloo", ["gloo"], "agreed")
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,7 @@ class SideChannel:
                 group=replace(context.group, device=_CPU),
                 store=context.store.prefix(candidate),
                 hints={},
+                alternatives=candidate != names[-1],
             )
             try:
                 backend = await load_backend(candidate, _CPU).connect(own)

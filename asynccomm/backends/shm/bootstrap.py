@@ -40,6 +40,7 @@ from asynccomm.backends.shm.handshake import Address, Handed, PeerSide, RootSide
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.segment import Segment, create
 from asynccomm.control.transport.schema import dumps
+from asynccomm.core.hosts import pretends
 from asynccomm.errors import BackendError, PeerLostError
 from asynccomm.store.base import Store
 
@@ -185,6 +186,8 @@ async def _connect_to_root(
     rank, hosts = context.group.rank, [member.host for member in context.members]
     address = parse_address(await context.announced())
     problem = address.problem or _difference(settings, address.settings, rank)
+    if not problem and hosts[rank] != hosts[0] and pretends():
+        problem = f"rank {rank} pretends to be on host {hosts[rank]!r}, and rank 0 on host {hosts[0]!r}"
     if not problem:
         try:
             await peer.connect(rank, address)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Never, Self, SupportsIndex, overload
+from typing import Any, Final, Never, Self, SupportsIndex, overload
 
+from asynccomm.backends.base import Backend, own_hints
+from asynccomm.backends.registry import load_backend
 from asynccomm.comm.membership import Requirements, lobby_of, reconfigure
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.pending import PendingComm
@@ -18,6 +20,8 @@ from asynccomm.ops.validation import CommInfo, as_index
 from asynccomm.options import check_hints, check_name, seconds
 from asynccomm.rendezvous.job import CommIdentity, NameReservation
 
+NETWORKS: Final = frozenset({"gloo", "hierarchical"})  # backends of ranks that may share memory in a host
+
 Ranks = Sequence[SupportsIndex]
 
 
@@ -25,7 +29,8 @@ class Groups(CommBase):
     """Comms made from the ranks of this comm.
 
     A comm that was split off is independent: parent and child fail, are aborted and are closed separately, in any
-    order, and can be used at the same time. The child uses the same backend and device, with the same options.
+    order, and can be used at the same time. The child uses the same device and options, and the same backend, except
+    that the ranks of one host share memory if this comm's do not.
 
     After a loss the comm is broken. The remaining ranks call :meth:`shrink` and get a comm of the live ranks, with new
     numbers in the order of the old ones; its ``parent_ranks`` gives the old numbers. :meth:`reconfigure` also adds
@@ -150,7 +155,7 @@ class Groups(CommBase):
 
     def intra_node(
         self,
-        name: str = "intra_node",
+        name: str | None = None,
         *,
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
@@ -158,16 +163,21 @@ class Groups(CommBase):
         """Make a comm of the ranks on each node; gives the comm of this rank's node. See :meth:`split`.
 
         Ranks are on one node if their hosts have the same name; nodes may have different numbers of ranks. The ranks
-        keep their order. With :meth:`inter_node` the comms form a hierarchy: data for all ranks crosses the network
-        once for each node.
+        keep their order. They share memory if they can, with any backend of this comm. With :meth:`inter_node` the
+        comms form a hierarchy, in which data for all ranks crosses the network once for each node; the backend
+        "hierarchical" does so by itself.
+
+        Args:
+            name: of the comm; None: "intra_node", and "intra_node 2" for the second call.
         """
         hosts = self._hosts()
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[self._group.rank]]
-        return self._split(mine, name, hints, timeout)  # type: ignore[return-value]  # never None
+        name = self._session.identity.default_name("intra_node") if name is None else name
+        return self._split(mine, name, hints, timeout, shares=True)  # type: ignore[return-value]  # never None
 
     def inter_node(
         self,
-        name: str = "inter_node",
+        name: str | None = None,
         *,
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
@@ -175,9 +185,13 @@ class Groups(CommBase):
         """Make a comm of the first rank on each node; gives None on all other ranks. See :meth:`split`.
 
         The ranks are the ranks 0 of :meth:`intra_node`, in the order of this comm.
+
+        Args:
+            name: of the comm; None: "inter_node", and "inter_node 2" for the second call.
         """
         hosts = self._hosts()
         firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+        name = self._session.identity.default_name("inter_node") if name is None else name
         return self._split(firsts if self._group.rank in firsts else [], name, hints, timeout)
 
     def _hosts(self) -> list[str]:
@@ -190,17 +204,26 @@ class Groups(CommBase):
         hints: Mapping[str, str] | None,
         timeout: float | timedelta | None,
         whole_name: str = "",
+        *,
+        shares: bool = False,
     ) -> PendingComm[Self | None]:
-        """See :meth:`split`; ``whole_name`` is the name of the new comm, in place of both, and need not be unique."""
+        """See :meth:`split`.
+
+        Args:
+            whole_name: the name of the new comm, in place of both; it need not be unique.
+            shares: whether the ranks shall share memory if they can.
+        """
         parent, group = self._session, self._group
         check_name(name)
         if ranks and group.rank not in ranks:
             raise ValueError(f"ranks must include this rank, {group.rank}, or be empty, got {list(ranks)}")
-        backend = type(self.unsafe_get_backend())
+        backends = self._backends_for(ranks, shares=shares)
         options = replace(parent.options, timeout=seconds("timeout", timeout, parent.options.timeout))
         if hints is not None:
-            checked = check_hints(hints, backend.hints, self._backend_name)
-            backend.check_hints(checked)
+            known = {key: text for backend in backends.values() for key, text in backend.hints.items()}
+            checked = check_hints(hints, known, self._backend_name)
+            for backend in backends.values():
+                backend.check_hints(own_hints(backend, checked))
             options = replace(options, hints=checked)
         self._submitter.check_loop()
         if not ranks:
@@ -219,10 +242,25 @@ class Groups(CommBase):
             jobs = [parent.identity.job_ranks[rank] for rank in ranks]
             identity = CommIdentity(job, called.pop(), room, parent.identity.members_of(ranks), ranks, jobs)
             session = Session(child, options, Mailbox(parent.mailbox.loop), identity)
-            await session.connect({self._backend_name: backend}, options.timeout, parent)
+            await session.connect(backends, options.timeout, parent)
             return type(self)(session, session.backend_name)
 
         return PendingComm(connect)
+
+    def _backends_for(self, ranks: Sequence[int], *, shares: bool) -> dict[str, type[Backend]]:
+        """The backends that may connect ``ranks`` of this comm, in the order to try them.
+
+        Args:
+            shares: whether the ranks shall share memory if they can, even where all ranks of this comm are on one host.
+        """
+        name, hosts = self._backend_name, self._hosts()
+        own = {name: type(self.unsafe_get_backend())}
+        if name not in NETWORKS or not ranks:
+            return own
+        if len({hosts[rank] for rank in ranks}) == 1:
+            here = shares or len(set(hosts)) > 1
+            return {"shm": load_backend("shm", self._group.device)} | own if here else own
+        return own if name == "gloo" else own | {"gloo": load_backend("gloo", self._group.device)}
 
     # -- going on in place of this comm --------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, final
@@ -26,6 +25,7 @@ from asynccomm.control.transport.connection import Connection, Tokens, connect
 from asynccomm.control.transport.schema import JsonObject, decode
 from asynccomm.control.transport.thread import ControlThread, control_thread
 from asynccomm.control.transport.topology import RankAddress
+from asynccomm.core.hosts import host_name
 
 RETRY_SECONDS: Final = 0.05  # between rounds through the ranks while no root accepts the newcomer
 PROBE_SECONDS: Final = 1.0  # for a rank to answer; the rank may be stopped
@@ -54,7 +54,7 @@ class Joiner:
         self._participant = Participant(name, ranks)
         self._on_order: Callable[[CoordinatorOrder], object] = _nothing
         self._wait = 0.0
-        self._host = socket.gethostname()
+        self._host = host_name()
         self._leaving = False  # withdrawn; the exit is to be reported
         self._closing = False  # to end once the participant may leave
         self._ended_here = False

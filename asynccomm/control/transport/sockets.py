@@ -10,6 +10,7 @@ import sys
 from typing import Final, final
 
 from asynccomm.control.transport.topology import RankAddress
+from asynccomm.core.hosts import host_name
 
 MAX_NAME: Final = 40  # characters; the system's limit is about a hundred bytes
 BACKLOG: Final = 512  # connections waiting to be accepted
@@ -71,9 +72,7 @@ class ListeningSockets:
         sock = local_socket(local)
         if sock is not None:
             self._socks.append(sock)
-        self.contact: RankAddress = RankAddress(
-            rank, socket.gethostname(), os.getpid(), local if sock is not None else ""
-        )
+        self.contact: RankAddress = RankAddress(rank, host_name(), os.getpid(), local if sock is not None else "")
 
     def open_tcp(self, address: str) -> None:
         """Listen on TCP, too, for ranks on other hosts. Raises: OSError."""

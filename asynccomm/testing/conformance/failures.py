@@ -137,15 +137,23 @@ async def _differ(comm: Comm, *calls: Callable[[], Work[Any]], scope: bool = Fal
     if comm.size == 1 or not comm.unsafe_get_backend().compares:
         return
     call = calls[-1 if comm.rank == comm.size - 1 else 0]
-    if scope:
-        async with comm.coalesce():
-            others = [comm.all_reduce(torch.ones(3)) for _ in range(2)]  # these may finish before the mismatch
+    others: list[Work[Any]] = []
+    error: BaseException | None
+    try:
+        await comm.barrier()  # else some ranks could still be connecting when two have found the difference
+        if scope:
+            async with comm.coalesce():
+                others = [comm.all_reduce(torch.ones(3)) for _ in range(2)]  # these may finish before the mismatch
+                work = call()
+        else:
             work = call()
+    except CollectiveMismatchError as exc:  # two ranks have found the difference before this rank's call
+        await comm.aclose()
+        error = exc
     else:
-        others, work = [], call()
-    await comm.aclose()
-    error = work.exception()
-    assert isinstance(error, CollectiveMismatchError), f"{work!r} failed with {error!r} on rank {comm.rank}"
+        await comm.aclose()
+        error = work.exception()
+    assert isinstance(error, CollectiveMismatchError), f"the call failed with {error!r} on rank {comm.rank}"
     assert error.op != error.other_op, "the error must say how the ranks differ"
     for other in others:
         assert isinstance(other.exception(), (CollectiveMismatchError, NoneType)), f"{other!r} failed otherwise"

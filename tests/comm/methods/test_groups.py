@@ -33,6 +33,7 @@ from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.comm import session as session_module
 from asynccomm.rendezvous.job import LEAVE_SECONDS
 from asynccomm.testing.local import loopback_world
+from tests.pretended_hosts import HINTS, comm_on
 from tests.waiting import until
 
 
@@ -266,6 +267,60 @@ async def test_comms_within_nodes_and_between_them() -> None:
                 assert (await intra.broadcast(tensor, 0)).item() == sum(range(len(NODES)))
 
         await on_all(comms, part)
+
+
+async def test_comms_within_nodes_and_between_them_may_be_made_several_times() -> None:
+    async with loopback_world(2) as comms:
+
+        async def part(comm: Comm) -> None:
+            async with comm.intra_node() as one, comm.intra_node() as two, comm.intra_node("three") as three:
+                assert [each.name for each in (one, two, three)] == [
+                    "test/intra_node",
+                    "test/intra_node 2",
+                    "test/three",
+                ]
+            async with comm.intra_node() as another, comm.inter_node() as first, comm.inter_node() as second:
+                assert another.name == "test/intra_node 3"
+                assert comm.rank or first.name == "test/inter_node"
+                assert comm.rank or second.name == "test/inter_node 2"
+
+        await on_all(comms, part)
+
+
+async def backends_of(comm: Comm) -> dict[str, str]:
+    """The backends of comms that are split off."""
+    found = {}
+    for name, pending in {
+        "intra_node": comm.intra_node(),
+        "inter_node": comm.inter_node(),
+        "here": comm.split([0, 3] if comm.rank in (0, 3) else [1, 2], "here", hints={**HINTS, "spin_us": "0"}),
+        "across": comm.split([0, 1] if comm.rank < 2 else [2, 3], "across"),
+        "all": comm.dup(),
+    }.items():
+        async with pending as child:
+            if child is not None:
+                tensor = torch.ones(1)
+                await child.all_reduce(tensor)
+                assert tensor.item() == child.size
+                found[name] = child.backend
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "hierarchical"])
+@pytest.mark.ranks(4)
+async def test_ranks_of_one_host_share_memory_in_a_split(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    async with comm_on(monkeypatch, "abba", backend) as comm:
+        found = await backends_of(comm)
+        assert found.pop("inter_node", "gloo") == "gloo"
+        assert found == {"intra_node": "shm", "here": "shm", "across": "gloo", "all": backend}
+
+
+@pytest.mark.ranks(4)
+async def test_a_split_on_one_host_keeps_the_backend_of_the_caller_s_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with comm_on(monkeypatch, "aaaa", "gloo") as comm:
+        found = await backends_of(comm)
+        assert found.pop("inter_node", "gloo") == "gloo"
+        assert found == {"intra_node": "shm", "here": "gloo", "across": "gloo", "all": "gloo"}
 
 
 async def test_nodes_are_those_of_the_ranks_of_a_comm() -> None:

@@ -1,0 +1,302 @@
+"""Ranks on several hosts: shared memory inside each host, gloo between the hosts.
+
+The backend is made of others. In the host there are two comms of shared memory, on the way of an operation before and
+after the network; between hosts, each position of the hosts has a gloo comm, a rail. ``locality`` finds the hosts,
+``reductions``, ``movement`` and ``bundles`` make an operation's plan of steps on these, and ``pipeline`` carries it
+out. Operations that share memory wait for each other (``gloo/hazard_tracker.py``).
+
+Every collective has a step with all ranks of a host and a step with all leaders, and all steps carry a label made of
+the call (``labels``): ranks that call different collectives meet in such a step, and its backend finds the difference.
+
+Messages within a host use its first comm, those between hosts a gloo comm of all ranks. On one host, or with one rank
+on each, a single backend does everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Final, Self, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends.base import (
+    Backend,
+    BackendContext,
+    DirectCalls,
+    FastCalls,
+    Submission,
+    UnsuitableError,
+    own_hints,
+)
+from asynccomm.backends.gloo.backend import GlooBackend
+from asynccomm.backends.gloo.hazard_tracker import HazardTracker
+from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
+from asynccomm.backends.hierarchical.pipeline import Lane, Pipeline, Way
+from asynccomm.backends.hierarchical.placement import Placement
+from asynccomm.backends.hierarchical.translation import translated
+from asynccomm.backends.shm.backend import ShmBackend
+from asynccomm.core.tasks import shielded
+from asynccomm.core.work import Work
+from asynccomm.errors import BackendError, BrokenError
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAll,
+    AllToAllSingle,
+    Barrier,
+    Broadcast,
+    Call,
+    Gather,
+    Op,
+    Parcels,
+    PeerOp,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    Scatter,
+)
+
+_WAYS: Final[Mapping[type[Op], Callable[[Placement, Submission], Way]]] = {
+    AllReduce: reductions.all_reduce,
+    Reduce: reductions.reduce,
+    ReduceScatter: reductions.reduce_scatter,
+    ReduceScatterSingle: reductions.reduce_scatter,
+    Broadcast: movement.broadcast,
+    AllGather: movement.all_gather,
+    AllGatherSingle: movement.all_gather,
+    Gather: movement.gather,
+    Scatter: movement.scatter,
+    AllToAllSingle: movement.all_to_all_single,
+    Barrier: movement.barrier,
+    AllToAll: bundles.all_to_all,
+    Parcels: bundles.parcels,
+}
+
+
+@final
+class HierarchicalBackend(Backend):
+    """One rank of a comm on several hosts.
+
+    Args:
+        lanes: the backends on the way of a collective.
+        messages: the backends for messages within the host, and between hosts.
+    """
+
+    name = "hierarchical"
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    hints: ClassVar[Mapping[str, str]] = {**ShmBackend.hints, **GlooBackend.hints}
+    any_source = False  # a message may come by either way
+    compares = True
+
+    def __init__(
+        self,
+        context: BackendContext,
+        where: Placement,
+        lanes: Mapping[Lane, Backend],
+        messages: tuple[Backend | None, Backend | None],
+    ) -> None:
+        self.placement: Placement = where
+        self._lanes = lanes
+        self._inside, self._between = messages
+        self._mailbox = context.mailbox
+        self._on_error = context.on_error
+        #: the backend that does everything, on one host or with one rank on each
+        self._only: Backend | None = None
+        if len(where.hosts) == 1:
+            self._only = self._inside or self._between
+        elif len(where.hosts) == where.size:
+            self._only = self._between
+        self._pipeline = Pipeline(
+            f"asynccomm-hierarchical-{context.group.name}", context.mailbox, lanes, context.on_error
+        )
+        self._in_flight = HazardTracker(self._start, self._not_started)
+        self._messages: dict[Work[Any], Work[Any]] = {}  # those within the host, by the Work that the comm has made
+
+    @classmethod
+    def check_hints(cls, hints: Mapping[str, str]) -> None:
+        for backend in (ShmBackend, GlooBackend):
+            backend.check_hints(own_hints(backend, hints))
+
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        rank = context.group.rank
+        tried = await locality.candidates(context)
+        mine = next(ranks for ranks in tried if rank in ranks)
+        connected: list[Backend] = []
+
+        async def join(backend: type[Backend], name: str, ranks: Sequence[int]) -> Backend:
+            connected.append(await backend.connect(_among(context, backend, name, ranks)))
+            return connected[-1]
+
+        try:
+            inside, problem = [], ""
+            all_here = len(mine) == context.group.size
+            if all_here or len(mine) > 1:
+                ways = ("up",) if all_here else ("up", "down")
+                try:
+                    inside = [await join(ShmBackend, f"{way} {mine[0]}", mine) for way in ways]
+                except UnsuitableError as exc:
+                    inside, problem = [], str(exc)
+            where = Placement(rank, await locality.agreed(context, tried, problem))
+            if context.alternatives and len(where.hosts) == where.size:
+                raise UnsuitableError(f"comm {context.group.name!r}: no two ranks can map the same memory")
+            lanes = dict(zip((Lane.UP, Lane.DOWN), inside, strict=False))
+            between = None
+            if len(where.hosts) < where.size and where.position < where.rails and len(where.hosts) > 1:
+                lanes[Lane.ACROSS] = await join(GlooBackend, f"rail {where.position}", where.rail())
+            if len(where.hosts) > 1 or not inside:
+                between = await join(GlooBackend, "messages", range(where.size))
+            return cls(context, where, lanes, (inside[0] if inside else None, between))
+        except BaseException:
+            for backend in connected:
+                await shielded(backend.aclose())
+            raise
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        if self._only is not None:
+            self._only.submit(batch)
+            return
+        for submission in batch:  # before any operation is started
+            if isinstance(submission.op, PeerOp) and submission.op.peer is None:
+                raise ValueError("backend 'hierarchical' cannot receive from any source; name one: src=")
+        for submission in batch:
+            if isinstance(submission.op, PeerOp):
+                self._send_or_receive(submission, submission.op)
+                continue
+            try:
+                self._in_flight.submit(submission)
+            except Exception as exc:  # no memory, or a bug
+                self._not_started(submission, exc)
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def _start(self, submission: Submission, over: Callable[[], object]) -> None:
+        with torch.inference_mode(False):  # any thread may write the memory that a plan allocates
+            way = _WAYS[type(submission.op)](self.placement, submission)
+        self._pipeline.start(submission, way, over)
+
+    def _not_started(self, submission: Submission, exc: Exception) -> None:
+        error = BackendError(f"hierarchical could not start {submission.op}: {type(exc).__name__}: {exc}")
+        error.__cause__ = exc
+        self._on_error(error)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _send_or_receive(self, submission: Submission, op: PeerOp) -> None:
+        """Give a message to the backend that leads to its other end."""
+        where = self.placement
+        peer = op.peer
+        assert peer is not None
+        if self._inside is not None and where.is_local(peer):
+            inside = (self._numbered_inside(submission, op, where.position_of(peer)),)
+            self._pipeline.call(partial(self._inside.submit, inside))
+        else:
+            assert self._between is not None
+            self._between.submit((submission,))
+
+    def _numbered_inside(self, submission: Submission, op: Any, peer: int) -> Submission:
+        """``submission`` with the numbers that the ranks have on this host."""
+        local, outer = self.placement.local, submission.work
+
+        def place(source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+            assert submission.place is not None
+            return submission.place(local[source], head, {local[rank]: n for rank, n in lengths.items()})
+
+        def settled(work: Work[Any]) -> None:
+            self._messages.pop(outer, None)
+            if not op.is_send:
+                outer.source = op.peer
+            outer.settle(work.take_error())
+
+        inner = replace(op, peer=peer)
+        work: Work[Any] = Work(inner, outer.seq, self._mailbox, value=None, timeout=math.inf, on_settled=settled)
+        call = Call(
+            inner,
+            submission.inputs,
+            submission.outputs,
+            None,
+            parcels=submission.parcels,
+            place=None if submission.place is None else place,
+            begin=submission.begin,
+            copies=submission.copies,
+        )
+        found = Submission(call, work, detached=True)
+        found.nbytes = submission.nbytes
+        self._messages[outer] = work
+        return found
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def fast_path(self, calls: DirectCalls) -> FastCalls | None:
+        return None if self._only is None else self._only.fast_path(calls)
+
+    def before_await(self, work: Work[Any]) -> None:
+        if self._only is not None:
+            self._only.before_await(work)
+        elif (message := self._messages.get(work)) is not None:
+            assert self._inside is not None
+            self._inside.before_await(message)
+        else:
+            self._pipeline.before_await(work)
+
+    def before_block(self, work: Work[Any]) -> None:
+        if self._only is not None:
+            self._only.before_block(work)
+        elif (message := self._messages.get(work)) is not None:
+            assert self._inside is not None
+            self._inside.before_block(message)
+        else:
+            self._pipeline.before_block(work)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _all(self) -> list[Backend]:
+        found = [*self._lanes.values(), *[each for each in (self._inside, self._between) if each is not None]]
+        return list(dict.fromkeys(found))
+
+    def drain_before_failure(self) -> None:
+        for backend in self._all:
+            backend.drain_before_failure()
+
+    async def aclose(self) -> None:
+        self._in_flight.end()
+        self._pipeline.end()
+        await asyncio.gather(*[backend.aclose() for backend in self._all])
+
+    def abort(self) -> None:
+        self._in_flight.end()
+        self._pipeline.end()
+        for backend in self._all:
+            backend.abort()
+
+    def close_at_exit(self) -> None:
+        self._in_flight.end()
+        self._pipeline.end()
+        for backend in self._all:
+            backend.close_at_exit()
+
+
+def _among(context: BackendContext, backend: type[Backend], name: str, ranks: Sequence[int]) -> BackendContext:
+    """The context of ``backend`` among ``ranks`` of the comm, which this rank belongs to."""
+    group, on_error = context.group, context.on_error
+
+    def failed(error: BrokenError) -> object:
+        return on_error(translated(error, ranks))
+
+    return replace(
+        context,
+        group=replace(group, rank=list(ranks).index(group.rank), size=len(ranks)),
+        members=[context.members[rank] for rank in ranks],
+        store=context.store.prefix(name),
+        on_error=failed,
+        hints=own_hints(backend, context.hints),
+        announcements=None,
+        alternatives=False,
+    )

@@ -1,0 +1,190 @@
+"""Collectives between hosts: flat gloo against shared memory inside each host and gloo between them.
+
+    python bench/hosts.py --per-host 2 --json out.json
+    python bench/hosts.py --shape "netem delay 1ms rate 1gbit"
+
+The two hosts are namespaces of this machine, joined by a virtual cable (namespaces.py); that takes root. Each round
+measures both comms once, in alternating order. Times are rank 0's, medians over rounds. The bytes are those that both
+hosts have sent over the cable, with all headers and acknowledgements, for one operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from namespaces import INTERFACE, sent_bytes, two_hosts, why_not
+from operations import OPS, SIZES, Op, floats
+from report import Results, print_table
+from rounds import ROUNDS, in_turns, timed
+
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
+from asynccomm.runner import run
+
+CONTENDERS: Final = ("gloo", "hierarchical")
+PORT: Final = 29577  # on a host of the bench, where no other program listens
+COUNTED: Final = 64 << 20  # bytes of operations to count on the cable, at least three operations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsRow:
+    """One operation between hosts."""
+
+    op: str
+    bytes: int
+    hosts: int
+    ranks: int
+    shape: str
+    by_turns: bool  #: whether the ranks are placed in turns, and not host by host
+    gloo_us: float
+    hierarchical_us: float
+    gloo_sent: float  #: bytes on the cable
+    hierarchical_sent: float
+    ratio: float = field(init=False)  #: how many times as fast the hierarchical comm is
+    sent_ratio: float = field(init=False)  #: its bytes on the cable over flat gloo's
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", self.gloo_us / self.hierarchical_us)
+        object.__setattr__(self, "sent_ratio", self.hierarchical_sent / self.gloo_sent)
+
+
+async def repeated(comm: Comm, op: Op, tensors: tuple[Any, Any], count: int) -> None:
+    output, source = tensors
+    for _ in range(count):
+        await op.ours(comm, output, source)
+
+
+async def sent(comm: Comm, op: Op, tensors: tuple[Any, Any], nbytes: int) -> float:
+    """Bytes that the hosts send for one operation; the same on all ranks."""
+    count = max(3, min(50, COUNTED // max(nbytes, 1)))
+    counts = os.environ["LOCAL_RANK"] == "0"
+    await comm.barrier()
+    before = sent_bytes()
+    await repeated(comm, op, tensors, count)
+    await comm.barrier()
+    mine = torch.tensor([float(sent_bytes() - before) if counts else 0.0], dtype=torch.float64)
+    await comm.all_reduce(mine)
+    return mine.item() / count
+
+
+async def measure(comms: dict[str, Comm], name: str, nbytes: int, options: argparse.Namespace) -> HostsRow:
+    first, op = comms[CONTENDERS[0]], OPS[name]
+    tensors = op.tensors(floats(nbytes), first.rank, first.size)
+    bodies = {which: timed(partial(repeated, comm, op, tensors)) for which, comm in comms.items()}
+    us = await in_turns(first, bodies, options.rounds)
+    wire = {which: await sent(comm, op, tensors, nbytes) for which, comm in comms.items()}
+    return HostsRow(
+        op=name,
+        bytes=nbytes,
+        hosts=2,
+        ranks=first.size,
+        shape=options.shape,
+        by_turns=options.by_turns,
+        gloo_us=us["gloo"],
+        hierarchical_us=us["hierarchical"],
+        gloo_sent=wire["gloo"],
+        hierarchical_sent=wire["hierarchical"],
+    )
+
+
+def show(rows: list[HostsRow]) -> None:
+    print_table(
+        ["op", "bytes", "gloo us", "hierarchical us", "ratio", "gloo sent", "hierarchical sent", "of gloo's"],
+        [
+            (
+                row.op,
+                row.bytes,
+                f"{row.gloo_us:.1f}",
+                f"{row.hierarchical_us:.1f}",
+                f"{row.ratio:.2f}x",
+                f"{row.gloo_sent:.0f}",
+                f"{row.hierarchical_sent:.0f}",
+                f"{row.sent_ratio:.2f}",
+            )
+            for row in rows
+        ],
+        f"{rows[0].ranks} ranks on {rows[0].hosts} hosts, {rows[0].shape or 'not shaped'}, {os.cpu_count()} cores",
+        left={"op"},
+    )
+
+
+async def bench(options: argparse.Namespace) -> None:
+    """On every rank; rank 0 reports."""
+    hints = {"interface": INTERFACE}
+    async with (
+        new_comm("gloo", name="flat", hints=hints) as flat,
+        new_comm("hierarchical", name="hierarchical", hints=hints) as hierarchical,
+    ):
+        comms = dict(zip(CONTENDERS, (flat, hierarchical), strict=True))
+        rows: Results[HostsRow] = Results(show, options.json)
+        with rows:
+            for name in options.ops:
+                for nbytes in options.sizes:
+                    rows.add(await measure(comms, name, nbytes, options))
+
+
+def start(options: argparse.Namespace) -> int:
+    """Start the ranks, host by host; returns the worst of their exit statuses."""
+    size = 2 * options.per_host
+    with two_hosts(options.shape) as hosts:
+        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
+        ranks = []
+        for rank in range(size):
+            number, local = divmod(rank, options.per_host)
+            if options.by_turns:
+                local, number = divmod(rank, 2)
+            host = hosts[number]
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
+            ranks.append(host.start([sys.executable, *sys.argv], shared | own))
+        try:
+            for process in ranks:
+                if process.wait():
+                    break
+        finally:
+            for process in ranks:
+                if process.poll() is None and any(other.poll() for other in ranks):
+                    process.terminate()
+        return max(abs(process.wait()) for process in ranks)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--per-host", type=int, default=2, help="ranks on each of the two hosts")
+    parser.add_argument("--by-turns", action="store_true", help="place the ranks in turns, and not host by host")
+    parser.add_argument("--sizes", type=lambda text: [int(s) for s in text.split(",")], default=SIZES, help="in bytes")
+    parser.add_argument("--ops", type=lambda text: text.split(","), default=["all_reduce"], help=f"of {','.join(OPS)}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--shape", default="", help="a queueing discipline of tc for the cable")
+    parser.add_argument("--json", help="file to write the rows to")
+    options = parser.parse_args(arguments)
+    for name in options.ops:
+        if name not in OPS:
+            parser.error(f"argument --ops: {name!r} is not one of {', '.join(OPS)}")
+    if options.per_host < 1 or options.rounds < 1:
+        parser.error("arguments --per-host, --rounds: must be positive")
+    if "RANK" not in os.environ and (reason := why_not()) is not None:
+        parser.error(f"no hosts can be made on {socket.gethostname()}: {reason}")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if "RANK" in os.environ:
+        run(bench(options))
+    else:
+        try:
+            sys.exit(start(options))
+        except RuntimeError as exc:
+            sys.exit(f"hosts.py: no such hosts can be made here: {exc}")
+
+
+if __name__ == "__main__":
+    main()
