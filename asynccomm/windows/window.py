@@ -261,17 +261,16 @@ class Window(Handle):
     def _start_closing(self, *, together: bool) -> None:
         if self._closing is not None:
             return
-        works: list[Work[Any]] = []
-        if together and self._comm.error is None:
-            works = [self.fence(), self._barrier()]  # in the program's order, whatever calls follow
-        self._closing = asyncio.ensure_future(self._close(works))
+        fence = self.fence() if together and self._comm.error is None else None
+        self._closing = asyncio.ensure_future(self._close(fence))
         self._backend.end_waits(self._closed())
 
-    async def _close(self, works: Sequence[Work[Any]]) -> None:
+    async def _close(self, fence: Work[None] | None) -> None:
         try:
-            for work in works:
+            if fence is not None:
                 with contextlib.suppress(AsyncCommError):  # the comm has broken, and later calls raise its error
-                    await work
+                    await fence
+                    await self._barrier()
         finally:
             self._backend.close()
 
