@@ -112,7 +112,7 @@ class SignalWaits:
             self._pending.append(submission)
 
     def look(self) -> None:
-        """Settle the waits whose condition holds, and drop those that have ended otherwise."""
+        """Settle the waits with a condition that holds, and drop those that have ended otherwise."""
         if not self._pending:
             return
         with self._lock:

@@ -94,7 +94,7 @@ def check_signal_value(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WindowOp(Op):
-    """An operation on a window; ``peer`` is the rank whose part it uses, None: no rank in particular."""
+    """An operation on a window; ``peer`` is the rank of the part that it uses, None: no rank in particular."""
 
     p2p = True
     window: int

@@ -133,12 +133,12 @@ async def test_an_overdue_wait_breaks_the_comm_and_names_the_signal(backend: str
 @BACKENDS
 async def test_an_abort_ends_waits_and_puts(backend: str) -> None:
     comm = await new_comm(backend, name="aborted", timeout=20)
-    window = await comm.window(1 << 26)
+    window = await comm.window(3 << 22)
     view = window.tensor()
     waits = [window.wait_signal(slot) for slot in range(3)]
     await comm.barrier()
     if comm.rank == 0:
-        tensor = torch.ones(1 << 24)
+        tensor = torch.ones(3 << 20)
         puts = [window.put(tensor, 1) for _ in range(8)]
         comm.abort("enough")
         with pytest.raises(AbortedError, match="enough"):
@@ -196,9 +196,8 @@ def test_the_death_of_a_rank_fails_the_waits_of_the_others(nursery: Nursery, bac
     assert found == {rank: ["PeerLostError again"] for rank in range(2)}
 
 
-@BACKENDS
-def test_a_stopped_rank_is_the_business_of_the_deadline(nursery: Nursery, backend: str) -> None:
-    found = nursery.run(lose_a_rank, 3, backend, "accumulate", signal.SIGSTOP)
+def test_a_stopped_rank_is_the_business_of_the_deadline(nursery: Nursery) -> None:
+    found = nursery.run(lose_a_rank, 3, "shm", "accumulate", signal.SIGSTOP)
     errors = {"CollectiveTimeoutError again", "AbortedError again"}
     assert {found[rank][0] for rank in range(2)} <= errors
 
@@ -339,18 +338,3 @@ async def test_windows_leave_no_descriptor_behind(backend: str) -> None:
             gc.collect()
             counts.append(len(os.listdir("/proc/self/fd")))
         assert counts[1] == counts[3], counts
-
-
-@pytest.mark.ranks(2)
-async def test_numbers_of_signals_must_agree_and_the_comm_goes_on() -> None:
-    async with new_comm("shm", name="differ", timeout=20) as comm:
-        with pytest.raises(ValueError, match=r"signals must be the same on all ranks, got \[1, 2\]"):
-            await comm.window(8, signals=comm.rank + 1)
-        for arguments in ({}, {"nbytes": 8, "like": torch.zeros(1)}):
-            with pytest.raises(TypeError, match="give one of nbytes and like"):
-                await comm.window(**arguments)  # type: ignore[arg-type]
-        for nbytes, kind in ((-1, ValueError), ("8", TypeError)):
-            with pytest.raises(kind, match="nbytes must be"):
-                await comm.window(nbytes)  # type: ignore[arg-type]
-        async with await comm.window(8) as window:
-            assert "8 bytes and 256 signals" in repr(window)

@@ -49,7 +49,7 @@ ACK_BYTES: Final = 1
 CLOSE_SECONDS: Final = 0.2  # for the other ranks to close, too
 
 
-class Kind(IntEnum):
+class RequestKind(IntEnum):
     """The kinds of requests."""
 
     PUT = 1
@@ -60,7 +60,7 @@ class Kind(IntEnum):
     GOODBYE = 6
 
 
-class Request(NamedTuple):
+class WindowRequest(NamedTuple):
     """The head of a request."""
 
     kind: int
@@ -127,36 +127,36 @@ class WindowService:
             while True:
                 message = torch.zeros(_REQUEST.size + SHORT, dtype=torch.uint8, device="cpu")
                 self._gloo.recv(message, peer, REQUEST_TAG).wait()
-                request = Request.of(message)
-                if request.kind == Kind.GOODBYE:
+                request = WindowRequest.of(message)
+                if request.kind == RequestKind.GOODBYE:
                     self._gone.add(peer)
                     return
                 self._carry_out(peer, request, message[_REQUEST.size :])
         except Exception as exc:
             self._fail(f"serving the windows of rank {peer}", exc)
 
-    def _carry_out(self, peer: int, request: Request, payload: Tensor) -> None:
+    def _carry_out(self, peer: int, request: WindowRequest, payload: Tensor) -> None:
         part = self._parts.get(request.window)
         start, nbytes = request.start, request.nbytes
         if part is None or not 0 <= start <= start + nbytes <= part.memory.numel():
             raise BackendError(f"rank {peer} sent a request that fits no window: {request}")
         memory = part.memory[start : start + nbytes]
         match request.kind:
-            case Kind.PUT if nbytes <= SHORT:
+            case RequestKind.PUT if nbytes <= SHORT:
                 memory.copy_(payload[:nbytes])
-            case Kind.PUT:
+            case RequestKind.PUT:
                 self._gloo.recv(memory, peer, PAYLOAD_TAG).wait()
-            case Kind.ACCUMULATE if request.dtype in BY_CODE:
+            case RequestKind.ACCUMULATE if request.dtype in BY_CODE:
                 values = payload[:nbytes].clone()
                 if nbytes > SHORT:
                     values = room(nbytes)
                     self._gloo.recv(values, peer, PAYLOAD_TAG).wait()
                 part.accumulate(start, values.view(BY_CODE[request.dtype]))
-            case Kind.GET:
+            case RequestKind.GET:
                 self._gloo.send(memory, peer, REPLY_TAG).wait()
-            case Kind.SIGNAL if 0 <= request.slot < part.count:
+            case RequestKind.SIGNAL if 0 <= request.slot < part.count:
                 part.signal(request.slot, request.value, add=bool(request.add))
-            case Kind.FENCE:
+            case RequestKind.FENCE:
                 self._gloo.send(torch.zeros(ACK_BYTES, dtype=torch.uint8, device="cpu"), peer, REPLY_TAG).wait()
             case _:
                 raise BackendError(f"rank {peer} sent a request that cannot be read: {request}")
@@ -174,7 +174,7 @@ class WindowService:
             if isinstance(op, WindowGet) and op.nbytes:
                 self._get(op, submission)
             elif isinstance(op, WindowSignal):
-                request = Request(Kind.SIGNAL, op.window, slot=op.slot, value=op.value, add=op.add)
+                request = WindowRequest(RequestKind.SIGNAL, op.window, slot=op.slot, value=op.value, add=op.add)
                 self._send(op.peer, submission, [self._request(op.peer, request.message())])
             else:
                 assert isinstance(op, WindowTransfer), op
@@ -190,9 +190,9 @@ class WindowService:
         return self._gloo.send(message, peer, REQUEST_TAG).wait
 
     def _put(self, op: WindowTransfer, submission: Submission) -> None:
-        kind = Kind.ACCUMULATE if isinstance(op, WindowAccumulate) else Kind.PUT
+        kind = RequestKind.ACCUMULATE if isinstance(op, WindowAccumulate) else RequestKind.PUT
         data = bytes_of(submission.inputs[0]) if submission.inputs else room(0)
-        request = Request(kind, op.window, op.start, op.nbytes, CODES[op.dtype])
+        request = WindowRequest(kind, op.window, op.start, op.nbytes, CODES[op.dtype])
         if op.nbytes <= SHORT:
             steps = [self._request(op.peer, request.message(data))]
         else:
@@ -205,7 +205,7 @@ class WindowService:
     def _get(self, op: WindowTransfer, submission: Submission) -> None:
         values, copy_back = place(submission.outputs[0])
         arrival = self._gloo.recv(values.view(torch.uint8), op.peer, REPLY_TAG)
-        request = Request(Kind.GET, op.window, op.start, op.nbytes)
+        request = WindowRequest(RequestKind.GET, op.window, op.start, op.nbytes)
         steps = [self._request(op.peer, request.message()), arrival.wait]
         if copy_back is not None:
             steps.append(copy_back)
@@ -218,7 +218,7 @@ class WindowService:
             if peer != self._rank:
                 self._check_there(op, peer)
                 arrival = self._gloo.recv(room(ACK_BYTES), peer, REPLY_TAG)
-                steps += [self._request(peer, Request(Kind.FENCE, op.window).message()), arrival.wait]
+                steps += [self._request(peer, WindowRequest(RequestKind.FENCE, op.window).message()), arrival.wait]
         self._lanes.put("fence", partial(self._complete, submission, steps))
 
     def _send(self, peer: int, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
@@ -261,7 +261,7 @@ class WindowService:
             for peer in range(self._size):
                 if peer != self._rank:
                     with contextlib.suppress(RuntimeError):
-                        goodbyes.append(self._request(peer, Request(Kind.GOODBYE).message()))
+                        goodbyes.append(self._request(peer, WindowRequest(RequestKind.GOODBYE).message()))
             for goodbye in goodbyes:
                 self._lanes.put(goodbye, partial(_ignoring_errors, goodbye))
         self.join(CLOSE_SECONDS)

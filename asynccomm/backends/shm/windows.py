@@ -211,7 +211,7 @@ class ShmWindow(BackendWindow):
     # -- waiting for signals ------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Settle the waits whose signals have come, and have the peers ring for the others. From any thread."""
+        """Settle the waits for signals that have come, and have the peers ring for the others. From any thread."""
         self._waits.look()
         if not self._waits or self._ended:
             return
