@@ -49,7 +49,7 @@ async def serve(comm: Comm, window: Window, steps: int) -> None:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="of each worker")
-    parser.add_argument("--rate", type=float, default=0.05, help="of learning")
+    parser.add_argument("--rate", type=float, default=0.01, help="of learning")
     parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
 

@@ -101,7 +101,7 @@ class ShmPart(WindowPart):
         self._signal_lock = BakeryLock(words, layout.signal_lock(target), origin, size, fence)
 
     def decide(self) -> None:
-        """Choose the way to change signals, once all ranks have stated what they have: the same on all ranks."""
+        """Choose the way to change signals, once all ranks have stated theirs: the same on all ranks."""
         if not all(self._words[word] for word in self._atomics):
             self._store = None
 

@@ -33,7 +33,9 @@ def test_a_request_arrives_as_it_was_sent(numbers: tuple[int, ...]) -> None:
 
 
 @given(
-    kind=st.one_of(st.sampled_from([RequestKind.PUT, RequestKind.ACCUMULATE, RequestKind.SIGNAL, RequestKind.GOODBYE]), WORD),
+    kind=st.one_of(
+        st.sampled_from([RequestKind.PUT, RequestKind.ACCUMULATE, RequestKind.SIGNAL, RequestKind.GOODBYE]), WORD
+    ),
     window=st.one_of(st.sampled_from([3, 3, 3, 4]), WORD),
     start=st.one_of(st.integers(-8, 80), WORD),
     nbytes=st.one_of(st.integers(-8, 80), WORD),
