@@ -128,7 +128,8 @@ def put_flush(comm: Any, n: int) -> Call:
     """Rank 0 writes into rank 1, which takes no part. The window stays to the end, as freeing one is collective."""
     data = ones(n)
     window = MPI.Win.Allocate(data.nbytes, data.itemsize, comm=comm)
-    np.frombuffer(window.tomemory(), np.float32)[:] = 0
+    memory: Any = window.tomemory()
+    np.frombuffer(memory, np.float32)[:] = 0
     window.Lock_all()
     windows.append(window)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asynccomm.backends.base import Backend
 from asynccomm.comm.comm import Comm
+from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError
 from asynccomm.ops import SignalCmpOp
 from asynccomm.testing.conformance.data import expect_equal, layouts, sample
@@ -61,7 +63,7 @@ async def windows_carry_puts_behind_signals(comm: Comm) -> None:
 async def windows_carry_large_puts_and_gets(comm: Comm) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     async with await comm.window(4 * (LARGE + 3)) as window:
-        works = [window.put(sample(comm.rank, (LARGE,)), right, 3), window.signal(right)]
+        works: list[Work[Any]] = [window.put(sample(comm.rank, (LARGE,)), right, 3), window.signal(right)]
         small = window.put(torch.tensor([7.0]), right)  # does not overtake
         await window.wait_signal()
         expect_equal(_memory(window)[3:], sample(left, (LARGE,)), "a large put")
