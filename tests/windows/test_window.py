@@ -337,4 +337,4 @@ async def test_windows_leave_no_descriptor_behind(backend: str) -> None:
             del window
             gc.collect()
             counts.append(len(os.listdir("/proc/self/fd")))
-        assert counts[1] == counts[3], counts
+        assert counts[3] <= counts[1], counts  # others may have closed meanwhile
