@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from asynccomm.interop.wrap import wrap as wrap
     from asynccomm.ops.reduce_op import RedOpType as RedOpType
     from asynccomm.ops.reduce_op import ReduceOp as ReduceOp
+    from asynccomm.ops.windows import SignalCmpOp as SignalCmpOp
     from asynccomm.options import CommOptions as CommOptions
     from asynccomm.runner import run as run
     from asynccomm.serialization.values import register_safe as register_safe
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from asynccomm.store.memory import MemoryStore as MemoryStore
     from asynccomm.store.torch_store import TorchStore as TorchStore
     from asynccomm.version import __version__ as __version__
+    from asynccomm.windows.window import Window as Window
 
 _HOMES = {
     "backend_names": "asynccomm.backends.registry",
@@ -115,6 +117,8 @@ _HOMES = {
     "MemoryStore": "asynccomm.store.memory",
     "TorchStore": "asynccomm.store.torch_store",
     "__version__": "asynccomm.version",
+    "SignalCmpOp": "asynccomm.ops.windows",
+    "Window": "asynccomm.windows.window",
     "Work": "asynccomm.core.work",
 }
 _PACKAGES = ("compat", "interop", "testing", "weights")

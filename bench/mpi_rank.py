@@ -124,6 +124,27 @@ OPS: dict[str, Callable[[Any, int], Call]] = {
 }
 
 
+def put_flush(comm: Any, n: int) -> Call:
+    """Rank 0 writes into rank 1, which takes no part. The window stays to the end, as freeing one is collective."""
+    data = ones(n)
+    window = MPI.Win.Allocate(data.nbytes, data.itemsize, comm=comm)
+    memory: Any = window.tomemory()
+    np.frombuffer(memory, np.float32)[:] = 0
+    window.Lock_all()
+    windows.append(window)
+
+    def put() -> None:
+        if comm.rank == 0:
+            window.Put(data, 1)
+            window.Flush(1)
+
+    return put
+
+
+windows: list[Any] = []
+ONE_SIDED: dict[str, Callable[[Any, int], Call]] = {"put_flush": put_flush}
+
+
 def timed(comm: Any, call: Call, count: int) -> float:
     comm.Barrier()
     start = time.perf_counter()
@@ -136,7 +157,7 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(sys.argv[1])
-        connection.sendall(json.dumps(list(OPS)).encode() + b"\n")
+        connection.sendall(json.dumps([*OPS, *ONE_SIDED]).encode() + b"\n")
         prepared: tuple[str, int] | None = None
         call: Call | None = None
         for line in connection.makefile():
@@ -144,7 +165,7 @@ def main() -> None:
             if prepared != (turn["op"], turn["floats"]):
                 prepared = turn["op"], turn["floats"]
                 call = None  # the memory of the last one goes before the next is made
-                call = OPS[turn["op"]](comm, turn["floats"])
+                call = (OPS | ONE_SIDED)[turn["op"]](comm, turn["floats"])
             assert call is not None
             connection.sendall(f"{timed(comm, call, turn['count'])!r}\n".encode())
 

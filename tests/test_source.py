@@ -12,7 +12,7 @@ PACKAGE = ROOT / "asynccomm"
 
 # The packages, and the modules beside them, lowest first: an import points to one that stands further ahead.
 LAYERS = [
-    "version errors options ops core control store serialization backends batching rendezvous comm runner",
+    "version errors options ops core control store serialization backends batching rendezvous windows comm runner",
     "gradients interop weights compat cli testing",
 ]
 ORDER = [package for layer in LAYERS for package in layer.split()]
@@ -28,6 +28,7 @@ BY_OPERATION = {
     "backends.gloo.lowering",
     "backends.gloo.p2p",
     "backends.gloo.packing",
+    "backends.gloo.windows",
     "backends.hazards",
     "backends.hierarchical.backend",
     "backends.loopback",
@@ -38,6 +39,8 @@ BY_OPERATION = {
     "backends.shm.p2p",
     "backends.shm.payloads",
     "backends.shm.schedule",
+    "backends.shm.windows",
+    "backends.windows",
     "batching.fusion",
     "compat.c10d.recorder",
 }

@@ -46,13 +46,14 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
-from asynccomm.ops import Begin, Call, Op, Parcel, PayloadAllocator, Several
+from asynccomm.ops import Begin, Call, Op, Parcel, PayloadAllocator, Several, WindowInfo
 from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
 __all__ = [
     "Backend",
     "BackendContext",
+    "BackendWindow",
     "DirectCalls",
     "FastCalls",
     "HeldCall",
@@ -284,6 +285,50 @@ class DirectCalls(Protocol):
         """
 
 
+class BackendWindow(abc.ABC):
+    """One rank's access to a window, which has memory and signals on each rank. A backend promises:
+
+    - The operations of one rank on one target take effect in their order, so a rank that sees a signal sees the earlier
+      puts of its origin. ``wait_signal`` is outside of this order: neither kind of operation waits for the other.
+    - No operation needs the event loop of the target, nor any thread of the program.
+    - A put is done when its tensor may be changed; a fence is done when the earlier operations have taken effect.
+    - Accumulates to one rank are atomic among each other.
+    - Views of the memory stay valid after the window has ended.
+
+    A backend that reaches its peers by several transports makes a window of each, and routes by ``WindowOp.peer``.
+    """
+
+    @abc.abstractmethod
+    def memory(self, rank: int) -> Tensor | None:
+        """The memory of ``rank`` as a flat tensor of bytes; None if this process cannot map it."""
+
+    @abc.abstractmethod
+    def load(self, slot: int) -> int:
+        """The value of a signal of this rank."""
+
+    @abc.abstractmethod
+    def submit(self, batch: Sequence[Submission]) -> None:
+        """Start operations; see ``Backend.submit``. Under the comm's lock."""
+
+    def before_await(self, work: Work[Any]) -> None:
+        """See ``Backend.before_await``."""
+
+    def before_block(self, work: Work[Any]) -> None:
+        """See ``Backend.before_block``."""
+
+    @abc.abstractmethod
+    def end_waits(self, error: AsyncCommError) -> None:
+        """Fail the pending waits for signals. From any thread."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Drop all operations. From any thread, more than once."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free all resources but the memory, which lives as long as its views. On the loop, more than once."""
+
+
 class Backend(Handle, abc.ABC):
     """The transport of one comm; the module's docstring states the contract."""
 
@@ -342,6 +387,15 @@ class Backend(Handle, abc.ABC):
         Raises: ValueError for anything but a collective of tensors, RuntimeError in a capture, NotImplementedError.
         """
         raise NotImplementedError(f"backend {self.name!r} cannot estimate how long operations take")
+
+    async def window(self, window: WindowInfo) -> BackendWindow:
+        """Make a window. Collective, without a timeout; a cancelled call cleans up.
+
+        The backend closes its windows when it is closed or aborted.
+
+        Raises: UnsuitableError on all ranks alike, PeerLostError, NotImplementedError.
+        """
+        raise NotImplementedError(f"backend {self.name!r} has no windows")
 
     def before_await(self, work: Work[Any]) -> None:
         """Settle ``work`` now if that takes no longer than a wake-up: a task on the event loop is about to await it."""

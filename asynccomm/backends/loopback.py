@@ -17,18 +17,22 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self, final
 from weakref import WeakKeyDictionary
 
-from asynccomm.backends.base import Backend, BackendContext, Submission
+from torch import Tensor
+
+from asynccomm.backends.base import Backend, BackendContext, BackendWindow, Submission
 from asynccomm.backends.computing import contribution, fill, perform
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.differences import difference, issued, misfit
 from asynccomm.backends.hazards import load
 from asynccomm.backends.matching import MatchQueues
+from asynccomm.backends.windows import LocalPart
 from asynccomm.core.handles import Handle
-from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
+from asynccomm.errors import AsyncCommError, BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import (
     AllToAll,
     Parcel,
@@ -37,6 +41,10 @@ from asynccomm.ops import (
     PeerParcel,
     Recv,
     Send,
+    WindowFence,
+    WindowInfo,
+    WindowOp,
+    WindowWait,
 )
 from asynccomm.store.base import PrefixStore, Store
 from asynccomm.store.memory import MemoryStore
@@ -61,6 +69,8 @@ class Hub(Handle):
             MatchQueues(size) for _ in range(size)
         ]  # by receiver
         self._held: deque[tuple[frozenset[int], Callable[[], None]]] | None = None  # with the ranks that take part
+        #: parts by window and rank
+        self.parts: defaultdict[int, dict[int, LocalPart]] = defaultdict(dict)
 
     def join(self, context: BackendContext) -> None:
         self._contexts[context.group.rank] = context
@@ -121,6 +131,11 @@ class Hub(Handle):
             return
         for ranks in zip(*batches, strict=True):
             self._run_or_hold(everybody, partial(self._collective, ranks))
+
+    def one_sided(self, rank: int, peer: int, run: Callable[[], None]) -> None:
+        """Run an operation of ``rank`` on a window's part of ``peer``, or hold it back."""
+        with self._lock:
+            self._run_or_hold(frozenset((rank, peer)), run)
 
     def drop(self, rank: int) -> None:
         """Drop all submissions of ``rank``."""
@@ -230,6 +245,47 @@ def _parcels_for(rank: int, op: Parcels, ranks: Sequence[Submission]) -> dict[in
 
 
 @final
+class LoopbackWindow(BackendWindow):
+    """One rank's access to a window; ``parts`` are those of all ranks."""
+
+    def __init__(self, hub: Hub, rank: int, parts: dict[int, LocalPart]) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._parts = parts
+
+    def memory(self, rank: int) -> Tensor:
+        return self._parts[rank].memory
+
+    def load(self, slot: int) -> int:
+        return self._parts[self._rank].load(slot)
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        for submission in batch:
+            op = submission.op
+            assert isinstance(op, WindowOp), op
+            if isinstance(op, WindowWait):
+                self._parts[self._rank].wait(submission)
+            else:
+                peer = self._rank if op.peer is None else op.peer
+                self._hub.one_sided(self._rank, peer, partial(self._run, op, submission))
+
+    def _run(self, op: WindowOp, submission: Submission) -> None:
+        if not isinstance(op, WindowFence):  # earlier operations are over
+            assert op.peer is not None
+            self._parts[op.peer].apply(submission)
+        submission.work.settle()
+
+    def end_waits(self, error: AsyncCommError) -> None:
+        self._parts[self._rank].waits.end(error)
+
+    def abort(self) -> None:
+        self._parts[self._rank].waits.end()
+
+    def close(self) -> None:
+        self.abort()
+
+
+@final
 class LoopbackBackend(Backend):
     """One rank of a loopback comm; all its ranks share ``hub``."""
 
@@ -237,9 +293,11 @@ class LoopbackBackend(Backend):
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
     compares = True
 
-    def __init__(self, hub: Hub, rank: int) -> None:
+    def __init__(self, hub: Hub, context: BackendContext) -> None:
         self.hub = hub
-        self._rank = rank
+        self._context = context
+        self._rank = context.group.rank
+        self._windows: list[LoopbackWindow] = []
 
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
@@ -260,13 +318,23 @@ class LoopbackBackend(Backend):
         except BaseException:
             hub.leave(context.group.rank)
             raise
-        return cls(hub, context.group.rank)
+        return cls(hub, context)
 
     def submit(self, batch: Sequence[Submission]) -> None:
         self.hub.submit(self._rank, batch)
 
+    async def window(self, window: WindowInfo) -> BackendWindow:
+        parts = self.hub.parts[window.number]
+        parts[self._rank] = LocalPart(window, self._rank)
+        await replace(self._context, store=self._context.store.prefix(f"window {window.number}")).all_connected()
+        made = LoopbackWindow(self.hub, self._rank, parts)
+        self._windows.append(made)
+        return made
+
     async def aclose(self) -> None:
-        self.hub.drop(self._rank)
+        self.abort()
 
     def abort(self) -> None:
         self.hub.drop(self._rank)
+        for window in self._windows:
+            window.abort()

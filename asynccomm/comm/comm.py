@@ -23,6 +23,7 @@ from asynccomm.comm.methods.objects import Objects
 from asynccomm.comm.methods.p2p import P2P
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import VariableCollectives
+from asynccomm.comm.methods.windows import Windows
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.comm.scopes import CoalesceScope, Estimate
 from asynccomm.control.diagnosis import Diagnosis
@@ -50,6 +51,7 @@ class Comm(
     Objects,
     TensorDicts,
     Groups,
+    Windows,
 ):
     """A group of ranks that exchange tensors; made by :func:`asynccomm.new_comm`.
 

@@ -30,7 +30,7 @@ from asynccomm.core.hosts import host_name
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError, CollectiveMismatchError, PeerLostError
-from asynccomm.ops import Op, PeerOp
+from asynccomm.ops import Op, PeerOp, WindowOp
 from asynccomm.ops.signature import signature
 
 SHOWN: Final = 8  # operations in flight that an answer lists
@@ -176,7 +176,7 @@ class Reporter:
 
     async def roll_call(self, work: Work[Any], timeout: float) -> RollCall:
         """The ranks that have issued the operation of ``work``, as far as they reply within ``timeout`` seconds."""
-        if isinstance(work.op, PeerOp):
+        if isinstance(work.op, (PeerOp, WindowOp)):
             missing = self._others if work.op.peer is None else [work.op.peer]
             states = await self.states(missing, timeout)
             return RollCall(missing, doing=[states[rank].doing for rank in missing])

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final, Protocol, final
 
-from asynccomm.backends.base import Backend, FastCalls, HeldCall, Submission
+from asynccomm.backends.base import Backend, BackendWindow, FastCalls, HeldCall, Submission
 from asynccomm.batching.batches import Batch, FusedOp, batches_of, planned
 from asynccomm.batching.composite import CompositeWork
 from asynccomm.batching.fusion import can_fuse, check_fusible
@@ -195,9 +195,19 @@ class Submitter:
                 self._observer.called(call, work)
         return work
 
-    def _send_one(self, call: Call, work: Work[Any], run: object = None) -> None:
-        """Hand a call to the backend, which may have begun ``run`` already. Under the lock."""
-        backend, in_flight, counts = self.backend, self.in_flight, self.counts
+    def submit_to(self, window: BackendWindow, call: Call, timeout: float | timedelta | None) -> Work[Any]:
+        """Number ``call`` and hand it to ``window``, also in a scope. From any thread."""
+        site = call_site(DEPTH) if self.records_sites else None
+        limit = self._checked(timeout, None)
+        with self.lock:
+            self.check_open()
+            work = self._work(call, limit, site, window)
+            self._send_one(call, work, target=window)
+        return work
+
+    def _send_one(self, call: Call, work: Work[Any], run: object = None, target: BackendWindow | None = None) -> None:
+        """Hand a call to the backend, which may have begun ``run`` already, or to ``target``. Under the lock."""
+        backend, in_flight, counts = target or self.backend, self.in_flight, self.counts
         assert backend is not None
         p2p = call.op.p2p
         # counted before: the operation may be done in submit(), and a listener of its Work may call the next one

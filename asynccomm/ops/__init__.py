@@ -45,3 +45,14 @@ from asynccomm.ops.reductions import AllReduce as AllReduce
 from asynccomm.ops.reductions import Reduce as Reduce
 from asynccomm.ops.reductions import ReduceScatter as ReduceScatter
 from asynccomm.ops.reductions import ReduceScatterSingle as ReduceScatterSingle
+from asynccomm.ops.windows import MakeWindow as MakeWindow
+from asynccomm.ops.windows import SignalCmpOp as SignalCmpOp
+from asynccomm.ops.windows import WindowAccumulate as WindowAccumulate
+from asynccomm.ops.windows import WindowFence as WindowFence
+from asynccomm.ops.windows import WindowGet as WindowGet
+from asynccomm.ops.windows import WindowInfo as WindowInfo
+from asynccomm.ops.windows import WindowOp as WindowOp
+from asynccomm.ops.windows import WindowPut as WindowPut
+from asynccomm.ops.windows import WindowSignal as WindowSignal
+from asynccomm.ops.windows import WindowTransfer as WindowTransfer
+from asynccomm.ops.windows import WindowWait as WindowWait

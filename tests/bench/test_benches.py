@@ -79,6 +79,18 @@ def test_mpi_runs_every_operation() -> None:
     assert done.stdout.split() == ops
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_windows_writes_a_row_per_size_and_peer(tmp_path: Path, backend: str) -> None:
+    out = tmp_path / "rows.json"
+    mpi = ["--mpi"] if backend == "shm" and find_spec("mpi4py") else []
+    done = bench("windows.py", "--backend", backend, "--sizes", "8,4096", "--rounds", 1, *mpi, "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    peers = ["send and recv", *(["MPI's Put and flush"] if mpi else []), "memcpy"]
+    assert [(row["bytes"], row["peer"]) for row in rows] == [(size, peer) for size in (8, 4096) for peer in peers]
+    assert all(row["asynccomm_us"] > 0 and row["peer_us"] > 0 for row in rows)
+
+
 def test_operations_that_mpi_has_not_are_refused_before_any_is_measured() -> None:
     code = "import mpi_peer; mpi_peer.MpiRanks([], None, ['all_reduce']).check_known(['all_reduce', 'juggle', 'sort'])"
     done = bench("-c", code)

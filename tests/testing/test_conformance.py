@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynccomm import MemoryStore, new_comm
-from asynccomm.backends import arithmetic, loopback
+from asynccomm.backends import arithmetic, loopback, windows
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.loopback import Hub, LoopbackBackend
@@ -33,6 +33,7 @@ from asynccomm.ops import (
     ReduceScatter,
     ReduceScatterSingle,
     Scatter,
+    WindowPut,
     dims,
     variable,
 )
@@ -369,6 +370,24 @@ def merges_across_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What is broken, how, and the check that must see it.
+def accumulates_by_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "accumulate", windows.put)
+
+
+def signals_ahead_of_puts(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply, late = windows.LocalPart.apply, []  # type: ignore[var-annotated]
+
+    def apply_late(self: windows.LocalPart, submission: Submission) -> None:
+        if isinstance(submission.op, WindowPut):
+            late.append((self, submission))
+            if len(late) > 4:
+                apply(*late.pop(0))
+        else:
+            apply(self, submission)
+
+    monkeypatch.setattr(windows.LocalPart, "apply", apply_late)
+
+
 BROKEN: dict[str, tuple[Patch, str]] = {
     "swapped chunks": (patch_perform(swapped_chunks), "all_to_all_single_in_and_out_of_place"),
     "an element missing": (patch_perform(forgets_the_last_element), "all_gather_list_and_single"),
@@ -410,6 +429,8 @@ BROKEN: dict[str, tuple[Patch, str]] = {
     "shares mixed up": (sends_the_first_share, "shares_of_dicts_from_group_to_group"),
     "ranks sorted": (sorts_ranks, "groups_in_order_and_permuted"),
     "conflicts ignored": (merges_across_conflicts, "operations_on_the_same_tensors_in_one_scope"),
+    "sums written": (accumulates_by_writing, "accumulates_of_all_ranks_add_up"),
+    "puts behind signals": (signals_ahead_of_puts, "windows_carry_puts_behind_signals"),
     "nothing monitored": (monitors_nothing, "monitored_barriers_name_who_is_missing"),
 }
 

@@ -18,22 +18,24 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
 from torch import distributed as dist
 
-from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.base import Backend, BackendContext, BackendWindow, Submission
 from asynccomm.backends.gloo.collectives import GlooCollectives
 from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.torch_gloo import LARGE, GlooGroup, GlooGroups
+from asynccomm.backends.gloo.windows import WindowService
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.core.tasks import shielded
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import PeerOp
+from asynccomm.ops import PeerOp, WindowInfo
 from asynccomm.store.torch_store import TorchStoreView
 
 T = TypeVar("T", bound=BaseException)
@@ -74,7 +76,9 @@ class GlooBackend(Backend):
         self._rank = group.rank
         self._size = group.size
         self._on_error = context.on_error
-        name = f"asynccomm-gloo-{group.name}"
+        self._context = context
+        self._windows: WindowService | None = None  # from the first window on
+        self._name = name = f"asynccomm-gloo-{group.name}"
         self._lanes = OrderedExecutor(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
         self._internal_lanes = OrderedExecutor(f"{name}-internal", 2 * group.size)
         self._p2p = PointToPoint(group.rank, self._lanes, self._internal_lanes, self._complete, context.on_error)
@@ -189,6 +193,14 @@ class GlooBackend(Backend):
             exc = error
         self._on_error(_bare(exc))
 
+    async def window(self, window: WindowInfo) -> BackendWindow:
+        assert self._gloos is not None, "made on a closed backend"
+        if self._windows is None:
+            self._windows = WindowService(self._gloos.small, self._context.group, self._name, self._on_error)
+        made = self._windows.open(window)
+        await replace(self._context, store=self._context.store.prefix(f"window {window.number}")).all_connected()
+        return made
+
     def drain_before_failure(self) -> None:
         self._collectives.drain_before_failure(CATCH_UP_SECONDS)
 
@@ -196,6 +208,9 @@ class GlooBackend(Backend):
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:
+        if self._windows is not None and not self._windows.close():
+            self.abort()
+            self._windows.join(CLOSE_SECONDS)
         if self._gloos is not None and not self._collectives.ended:
             say_goodbye(self._gloos.frames, self._rank, self._size, GOODBYE_SECONDS)
         self._collectives.end()
@@ -208,6 +223,9 @@ class GlooBackend(Backend):
             lanes.end()
         self._parcel_lane.join(CLOSE_SECONDS)
         self._parcel_lane.end()
+        if self._windows is not None:
+            self._windows.end()
+            self._windows = None
         self._p2p.drop()
         self._collectives.close(CLOSE_SECONDS)
         gloos, self._gloos = [self._gloos], None
@@ -226,6 +244,8 @@ class GlooBackend(Backend):
 
     def abort(self) -> None:
         self._collectives.end()
+        if self._windows is not None:
+            self._windows.abort()
         with self._ending:
             if self._poisoned or self._gloos is None:
                 return

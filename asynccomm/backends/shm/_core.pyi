@@ -123,3 +123,6 @@ class HeldCall:
     work: Work[Any]
     arguments: tuple[Any, ...]
     places: list[tuple[Any, int, int, tuple[int, ...], Any]]
+
+def signal(words: memoryview, index: int, value: int, add: bool, /) -> None:
+    """Set the 64-bit word at ``index``, or add to it: atomic, with a full fence. Raises: ValueError for the index."""

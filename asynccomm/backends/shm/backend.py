@@ -4,7 +4,7 @@ The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory 
 and ``bootstrap`` (creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``board``,
 ``reduction``, ``programs``, ``reference`` and ``executor`` (steps of collectives), ``schedule`` and ``lowering``
 (programs of operations), ``fast_path`` (small collectives in C), ``doorbell``, ``progress_thread`` and ``engine``
-(waking ranks, and making progress).
+(waking ranks, and making progress). ``bakery``, ``window_parts`` and ``windows`` are beside these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import ClassVar, Final, Self, final
 
 import anyio.to_thread
 
-from asynccomm.backends.base import Backend, BackendContext, DirectCalls, FastCalls, Submission
+from asynccomm.backends.base import Backend, BackendContext, BackendWindow, DirectCalls, FastCalls, Submission
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
@@ -32,7 +32,9 @@ from asynccomm.backends.shm.settings import (
     wake_up_seconds,
     yield_seconds,
 )
+from asynccomm.backends.shm.windows import ShmWindow, WindowPace
 from asynccomm.core.work import Work
+from asynccomm.ops import WindowInfo
 
 NAMED: Final = 8  # messages that a warning names
 QUIET_SECONDS: Final = 5.0  # limit of the wait for an aborted transfer to finish its chunk
@@ -55,6 +57,7 @@ class ShmBackend(Backend):
     def __init__(
         self, context: BackendContext, engine: Engine, mapping: PeerMapping, worker: ProgressThread, bell: int
     ) -> None:
+        self._context = context
         self._engine = engine
         self._mapping = mapping
         self._worker = worker
@@ -65,6 +68,7 @@ class ShmBackend(Backend):
         self._withdrawing = threading.RLock()  # reentrant: garbage collection inside may withdraw another comm
         self._withdrawn = False
         self._released = False
+        self._windows: set[ShmWindow] = set()
         self._loop.add_reader(bell, engine.on_bell, bell)
         for rank, fd in enumerate(mapping.liveness_fds):
             if fd >= 0:
@@ -108,6 +112,12 @@ class ShmBackend(Backend):
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         return self._engine.fast_path(calls)
 
+    async def window(self, window: WindowInfo) -> BackendWindow:
+        pace = WindowPace(self._engine.inline_bytes, self._engine.patience)
+        made = await ShmWindow.connect(self._context, window, self._worker, pace)
+        self._windows = {each for each in self._windows if not each.closed} | {made}
+        return made
+
     def before_await(self, work: Work[object]) -> None:
         self._engine.before_await(work)
 
@@ -130,6 +140,8 @@ class ShmBackend(Backend):
 
     def abort(self) -> None:
         self._engine.abort()
+        for window in list(self._windows):
+            window.abort()
         self._withdraw()
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             self._loop.call_soon_threadsafe(self._release)
@@ -137,6 +149,8 @@ class ShmBackend(Backend):
     def close_at_exit(self) -> None:
         self.abort()
         self._engine.idle(QUIET_SECONDS)
+        for window in list(self._windows):
+            window.join()
 
     def _withdraw(self) -> None:
         """Close this rank's liveness pipe, which the peers notice. From any thread."""
@@ -156,6 +170,8 @@ class ShmBackend(Backend):
             self._loop.call_later(RELEASE_SECONDS, self._release)
             return
         self._released = True
+        for window in self._windows:
+            window.close()
         self._loop.remove_reader(self._bell)
         self._mapping.close()
         os.close(self._bell)

@@ -32,12 +32,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn, Protocol, final
 
 from asynccomm.backends.base import SOON_SECONDS, BackendContext, UnsuitableError
 from asynccomm.backends.shm.fd_socket import FdBag
 from asynccomm.backends.shm.handshake import Address, Handed, PeerSide, RootSide, parse_address
-from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.segment import Segment, create
 from asynccomm.control.transport.schema import dumps
 from asynccomm.core.hosts import pretends
@@ -45,6 +44,14 @@ from asynccomm.errors import BackendError, PeerLostError
 from asynccomm.store.base import Store
 
 OK: Final = "ok"
+
+
+class SegmentLayout(Protocol):
+    """The layout of a segment."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the segment."""
 
 
 @final
@@ -80,7 +87,7 @@ async def report_unsupported(context: BackendContext, reason: str) -> NoReturn:
 
 
 async def bootstrap_segment(
-    context: BackendContext, settings: Mapping[str, int], layout: Layout, bells: tuple[int, int]
+    context: BackendContext, settings: Mapping[str, int], layout: SegmentLayout, bells: tuple[int, int]
 ) -> PeerMapping:
     """Bootstrap a segment that all ranks share. Collective, without a timeout; cancellation closes all descriptors.
 
@@ -123,7 +130,7 @@ async def bootstrap_segment(
 
 
 async def _accept_peers(
-    context: BackendContext, settings: Mapping[str, int], layout: Layout, host: RootSide
+    context: BackendContext, settings: Mapping[str, int], layout: SegmentLayout, host: RootSide
 ) -> tuple[Segment, dict[int, Handed]]:
     """Rank 0's side; returns the segment and all ranks' descriptors."""
     announcing = asyncio.ensure_future(context.announce(dumps(host.address(settings))))
@@ -180,7 +187,7 @@ async def _first_of(
 
 
 async def _connect_to_root(
-    context: BackendContext, settings: Mapping[str, int], layout: Layout, peer: PeerSide
+    context: BackendContext, settings: Mapping[str, int], layout: SegmentLayout, peer: PeerSide
 ) -> tuple[Segment, dict[int, Handed]]:
     """Any other rank's side; returns the segment and all other ranks' descriptors."""
     rank, hosts = context.group.rank, [member.host for member in context.members]

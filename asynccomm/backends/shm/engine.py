@@ -79,7 +79,7 @@ class Engine:
         self._loop = context.mailbox.loop
         self._on_error = context.on_error
         self._worker = worker
-        self._inline_bytes = settings.inline_bytes
+        self.inline_bytes: int = settings.inline_bytes  #: operations up to this size run where they are called
         self._whole_bytes = settings.whole_bytes
         self._words = words
         self._state = layout.word(group.rank, Word.STATE)
@@ -130,7 +130,7 @@ class Engine:
         """Submit operations, in order, and advance them as far as possible without waiting. From any thread."""
         large = False
         for item in batch:
-            if item.nbytes > self._inline_bytes:
+            if item.nbytes > self.inline_bytes:
                 self._large_in += 1
                 large = True
             self._inbox.append(item)
@@ -151,7 +151,7 @@ class Engine:
 
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         """See ``Backend.fast_path``."""
-        limits = Limits(self._inline_bytes, self._whole_bytes, self.patience)
+        limits = Limits(self.inline_bytes, self._whole_bytes, self.patience)
         queues = self._queue, self._inbox
         return fast_path(self._executor, calls, limits, self._lock.locked, self.failed, *queues)
 
@@ -318,7 +318,7 @@ class Engine:
         """Pass receives that have become large on to the progress thread."""
         while self._grown:
             submission, nbytes = self._grown.popleft()
-            if submission.nbytes <= self._inline_bytes < nbytes:
+            if submission.nbytes <= self.inline_bytes < nbytes:
                 self._large_out -= 1  # as if it were one more in: submitting threads own that count
             submission.nbytes = max(submission.nbytes, nbytes)
 
@@ -329,7 +329,7 @@ class Engine:
         while self._finished:
             item = self._finished.popleft()
             finished.append(item)
-            if self._large and item.nbytes > self._inline_bytes:
+            if self._large and item.nbytes > self.inline_bytes:
                 self._large_out += 1
         if self._position.dead:
             faults = list(self._faults)

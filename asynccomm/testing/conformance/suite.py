@@ -24,6 +24,7 @@ from asynccomm.testing.conformance import (
     objects,
     scopes,
     uneven,
+    windows,
     works,
 )
 
@@ -41,7 +42,7 @@ def _checks(module: ModuleType) -> list[Check]:
 
 
 _TENSORS = (collectives, works, dims, uneven, coalesced, inplace, aliasing, dtypes_and_views, batches)
-_OTHERS = (objects, dicts, groups, concurrency, scopes)
+_OTHERS = (objects, dicts, groups, concurrency, scopes, windows)
 _HARMLESS = [check for module in (*_TENSORS, *_OTHERS) for check in _checks(module)]
 _BREAKING = _checks(failures)
 CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BREAKING]}

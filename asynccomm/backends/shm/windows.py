@@ -1,0 +1,304 @@
+"""Windows in shared memory: one segment for each window, of which every rank maps the whole.
+
+An operation is one copy in the call, without any thread of the target. Operations that are large, or that would wait
+for a lock, go to a thread of the window, and later operations queue up behind them.
+
+A rank that waits for a signal spins for a moment, as for a collective, and then sleeps without using the CPU: its event
+loop watches a doorbell of the window, and the progress thread does so for a caller that blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, NamedTuple, Self, final
+
+from torch import Tensor
+
+from asynccomm.backends.base import BackendContext, BackendWindow, Submission
+from asynccomm.backends.ordered_executor import OrderedExecutor
+from asynccomm.backends.shm.bakery import BakeryLock
+from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported
+from asynccomm.backends.shm.combining_lock import SpinPolicy
+from asynccomm.backends.shm.doorbell import Bell
+from asynccomm.backends.shm.fence import Fence
+from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
+from asynccomm.backends.shm.window_parts import ShmPart, WindowLayout
+from asynccomm.backends.windows import SignalWaits
+from asynccomm.core.native import CoreUnavailable, load_core
+from asynccomm.core.work import Work
+from asynccomm.errors import AsyncCommError, BackendError
+from asynccomm.ops import WindowAccumulate, WindowFence, WindowInfo, WindowOp, WindowSignal, WindowWait
+
+MOST_NAP: Final = 1e-3  # seconds between two looks at a lock that another rank holds
+CLOSE_SECONDS: Final = 5.0  # for the thread to finish its copy
+
+
+class WindowPace(NamedTuple):
+    """When to copy in the call, and for how long to look out for a signal before sleeping."""
+
+    inline_bytes: int
+    patience: float  #: seconds
+
+
+@final
+class ShmWindow(BackendWindow):
+    """One rank's access to a window in shared memory."""
+
+    def __init__(
+        self,
+        context: BackendContext,
+        layout: WindowLayout,
+        mapping: PeerMapping,
+        worker: ProgressThread,
+        pace: WindowPace,
+    ) -> None:
+        rank, core = context.group.rank, load_core()
+        store = None if isinstance(core, CoreUnavailable) else core.signal
+        self._loop = context.mailbox.loop
+        self._on_error = context.on_error
+        self._rank = rank
+        self._mapping = mapping
+        self._worker = worker
+        self._words = mapping.segment.words
+        self._asleep = [layout.bell(rank, bell) for bell in Bell]
+        self._parts = [
+            ShmPart(mapping.segment, layout, rank, peer, mapping.bells[peer], store)
+            for peer in range(context.group.size)
+        ]
+        self._words[layout.atomic(rank)] = store is not None
+        self._waits = SignalWaits(self._parts[rank].load)
+        self._sleeping = threading.Lock()  # held while bells are armed
+        self._fence = Fence()
+        self._bell = mapping.bells[rank][Bell.LOOP]
+        self._inline_bytes, self.patience = pace
+        self.stretch = math.inf  #: for the progress thread: a look does not take long
+        self._spin_policy = SpinPolicy()
+        self._lane = OrderedExecutor(f"asynccomm-window-{layout.window.number}", 1)
+        self._queued = 0  # jobs of the lane that are not done
+        self._applying = threading.Lock()  # held while an operation is applied, and while the lane's jobs are counted
+        self._blocked: set[Work[Any]] = set()  # that must be settled without the event loop
+        self._ended = False
+        self.closed: bool = False
+        self._loop.add_reader(self._bell, self._on_bell)
+
+    @classmethod
+    async def connect(
+        cls, context: BackendContext, window: WindowInfo, worker: ProgressThread, pace: WindowPace
+    ) -> Self:
+        """Make the window. Collective; a cancelled call cleans up. Raises: see ``bootstrap_segment``."""
+        context = replace(context, store=context.store.prefix(f"window {window.number}"), announcements=None)
+        layout = WindowLayout(window)
+        with contextlib.ExitStack() as unless_connected:
+            try:
+                bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            except OSError as exc:  # no descriptors are left; the other ranks must be informed
+                await report_unsupported(context, str(exc.strerror))
+            unless_connected.callback(os.close, bell)
+            settings: Mapping[str, int] = {}
+            mapping = await bootstrap_segment(context, settings, layout, (bell, worker.bell))
+            unless_connected.callback(mapping.close)
+            for fd in (mapping.liveness_fd, *mapping.liveness_fds):  # the comm watches the ranks already
+                mapping.descriptors.close_one(fd)
+            made = cls(context, layout, mapping, worker, pace)
+            unless_connected.pop_all()
+        try:
+            await context.all_connected()
+        except BaseException:
+            made.close()
+            raise
+        for part in made._parts:
+            part.decide()
+        return made
+
+    def memory(self, rank: int) -> Tensor:
+        return self._parts[rank].memory
+
+    def load(self, slot: int) -> int:
+        return self._parts[self._rank].load(slot)
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        for submission in batch:
+            op = submission.op
+            assert isinstance(op, WindowOp), op
+            if isinstance(op, WindowWait):
+                self._waits.add(submission)
+                self.look()
+            else:
+                self._apply_or_queue(op, submission)
+
+    def _apply_or_queue(self, op: WindowOp, submission: Submission) -> None:
+        lock = self._lock_for(op)
+        with self._applying:
+            if self._queued:
+                self._queue(submission, lock, taken=False)
+                return
+            if lock is not None:
+                lock.take()
+            if submission.nbytes > self._inline_bytes or (lock is not None and not lock.held()):
+                self._queue(submission, lock, taken=True)
+                return
+            self._apply(submission, lock)
+        self._settle(submission)
+
+    def _lock_for(self, op: WindowOp) -> BakeryLock | None:
+        if op.peer is None:
+            return None
+        part = self._parts[op.peer]
+        if isinstance(op, WindowAccumulate):
+            return part.memory_lock
+        return part.signal_lock if isinstance(op, WindowSignal) else None
+
+    def _apply(self, submission: Submission, lock: BakeryLock | None) -> None:
+        op = submission.op
+        assert isinstance(op, WindowOp), op
+        try:
+            if not isinstance(op, WindowFence):  # earlier operations are over
+                assert op.peer is not None
+                self._parts[op.peer].apply(submission)
+        finally:
+            if lock is not None:
+                lock.leave()
+
+    def _queue(self, submission: Submission, lock: BakeryLock | None, *, taken: bool) -> None:
+        self._queued += 1
+        self._lane.put("window", partial(self._job, submission, lock, taken))
+
+    def _job(self, submission: Submission, lock: BakeryLock | None, taken: bool) -> None:
+        """Run a queued operation. On the lane; alone, as all later operations are queued."""
+        try:
+            if lock is not None and not taken:
+                lock.take()
+            if not self._wait_for(lock):
+                return
+            self._apply(submission, lock)
+        except Exception as exc:
+            error = BackendError(f"shm failed in {submission.op}: {type(exc).__name__}: {exc}")
+            error.__cause__ = exc
+            self._on_error(error)
+        else:
+            self._settle(submission)
+        finally:
+            with self._applying:
+                self._queued -= 1
+
+    def _settle(self, submission: Submission) -> None:
+        op = submission.op
+        if isinstance(op, WindowSignal) and op.peer == self._rank:
+            self.look()
+        submission.work.settle()
+
+    def _wait_for(self, lock: BakeryLock | None) -> bool:
+        """Wait for the turn at ``lock``; False if the window ended meanwhile. On the lane."""
+        nap = 1e-5
+        while not self._ended:
+            if lock is None or lock.held():
+                return True
+            time.sleep(nap)
+            nap = min(2 * nap, MOST_NAP)
+        if lock is not None:
+            lock.leave()
+        return False
+
+    # -- waiting for signals ------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Settle the waits for signals that have come, and have the peers ring for the others. From any thread."""
+        self._waits.look()
+        if not self._waits or self._ended:
+            return
+        with self._sleeping:
+            for bell in (Bell.LOOP, Bell.WORKER) if self._blocked else (Bell.LOOP,):
+                self._words[self._asleep[bell]] = 1
+            self._fence.full()
+        self._waits.look()  # a signal may have come before its rank could see that it is to ring
+
+    def _on_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        self.look()
+
+    def before_await(self, work: Work[Any]) -> None:
+        if isinstance(work.op, WindowWait) and self.patience and self._spin_policy.should_spin():
+            self._spin_policy.record(self._spin(work))
+
+    def _spin(self, work: Work[Any]) -> bool:
+        until = time.perf_counter() + self.patience
+        while not work.done():
+            if time.perf_counter() > until:
+                return False
+            os.sched_yield()  # the late peer may need this core
+            self._waits.look()
+        return True
+
+    def before_block(self, work: Work[Any]) -> None:
+        if not isinstance(work.op, WindowWait) or (self.patience and self._spin(work)):
+            return
+        self._blocked.add(work)
+        self.look()
+        if not work.done():
+            self._worker.take(self)
+
+    # -- on the progress thread ---------------------------------------------------------------------------------------
+
+    def turn(self) -> ProgressResult:
+        """Look at the signals that blocked callers wait for."""
+        self._waits.look()
+        for work in self._blocked.copy():
+            if work.done():
+                self._blocked.discard(work)
+        return ProgressResult.STUCK if self._blocked and not self._ended else ProgressResult.OVER
+
+    def interrupt(self) -> None:
+        """A turn is short."""
+
+    def settle_on(self, cpu: int) -> Sequence[int]:
+        """No other process's thread moves data for this window."""
+        return ()
+
+    def doze(self) -> bool:
+        """Have the peers ring before the progress thread sleeps."""
+        self.look()
+        return not self._ended and not any(work.done() for work in self._blocked.copy())
+
+    def failed(self, exc: Exception) -> None:
+        """Break the comm: a caller blocks for a signal that cannot be seen any more."""
+        error = BackendError(f"shm failed: {type(exc).__name__}: {exc}")
+        error.__cause__ = exc
+        self._on_error(error)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def end_waits(self, error: AsyncCommError) -> None:
+        self._waits.end(error)
+        if self._blocked:
+            self._worker.ring()
+
+    def abort(self) -> None:
+        self._ended = True
+        self._waits.end()
+        if self._blocked:
+            self._worker.ring()
+
+    def close(self) -> None:
+        self.abort()
+        if self.closed:
+            return
+        self.closed = True
+        self._lane.end()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._bell)
+        self._mapping.close()
+        os.close(self._bell)
+
+    def join(self) -> None:
+        """Block until the thread of the window has finished its copy. After ``abort``."""
+        self._lane.join(CLOSE_SECONDS)

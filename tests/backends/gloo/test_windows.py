@@ -1,0 +1,76 @@
+"""Windows over gloo: requests, and requests that are damaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynccomm import BackendError, new_comm
+from asynccomm.backends.gloo.windows import SHORT, RequestKind, WindowRequest, WindowService
+from asynccomm.ops import WindowInfo
+from asynccomm.ops.dtypes import CODES
+from asynccomm.ops.validation import CommInfo
+
+GROUP = CommInfo("c", 0, 1, torch.device("cpu"))
+UNUSED: Any = None
+WORD = st.integers(-(2**63), 2**63 - 1)
+
+
+def service() -> WindowService:
+    made = WindowService(UNUSED, GROUP, "test", lambda error: None)
+    made.open(WindowInfo(GROUP, 3, (64,), 2))
+    return made
+
+
+@given(numbers=st.tuples(*[WORD] * 6, st.integers(0, 2**64 - 1), WORD))
+def test_a_request_arrives_as_it_was_sent(numbers: tuple[int, ...]) -> None:
+    request = WindowRequest(*numbers)
+    assert WindowRequest.of(request.message(torch.ones(5, dtype=torch.uint8))) == request
+
+
+@given(
+    kind=st.one_of(
+        st.sampled_from([RequestKind.PUT, RequestKind.ACCUMULATE, RequestKind.SIGNAL, RequestKind.GOODBYE]), WORD
+    ),
+    window=st.one_of(st.sampled_from([3, 3, 3, 4]), WORD),
+    start=st.one_of(st.integers(-8, 80), WORD),
+    nbytes=st.one_of(st.integers(-8, 80), WORD),
+    dtype=st.one_of(st.sampled_from([CODES[torch.float32], CODES[torch.uint8]]), WORD),
+    slot=st.one_of(st.integers(-1, 3), WORD),
+)
+def test_a_damaged_request_is_an_error_or_stays_in_its_window(
+    kind: int, window: int, start: int, nbytes: int, dtype: int, slot: int
+) -> None:
+    request = WindowRequest(kind, window, start, nbytes, dtype, slot, 1, 1)
+    fits = window == 3 and 0 <= start <= start + nbytes <= 64
+    if fits and kind in (RequestKind.GET, RequestKind.FENCE):
+        return  # these reply
+    made = service()
+    memory = made._parts[3].memory
+    try:
+        made._carry_out(0, request, torch.ones(SHORT, dtype=torch.uint8))
+    except (BackendError, RuntimeError):  # torch refuses bytes that are no whole number of elements
+        assert not memory.count_nonzero()
+        return
+    assert fits
+    inside = torch.zeros(64, dtype=torch.bool)
+    inside[start : start + nbytes] = True
+    assert not memory[~inside].count_nonzero()
+
+
+@pytest.mark.ranks(2)
+async def test_an_operation_on_a_rank_that_has_closed_the_comm_is_an_error() -> None:
+    comm = await new_comm("gloo", name="gone", timeout=20)
+    window = await comm.window(8)
+    await comm.barrier()
+    if comm.rank == 0:
+        await comm.aclose()
+        return
+    with pytest.raises(BackendError):
+        while True:
+            await window.put(torch.ones(1), 0)
+    await comm.aclose()
