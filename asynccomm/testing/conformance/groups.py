@@ -48,7 +48,7 @@ async def groups_in_order_and_permuted(comm: Comm) -> None:
             assert group is not None
             assert group.rank == ranks.index(comm.rank), f"rank {group.rank} of {ranks}"
             assert group.parent_ranks == tuple(ranks)
-            assert group.backend == comm.backend
+            assert group.backend == comm.backend or comm.backend == "hierarchical"  # which may leave a split to a part
             await _expect_works(group, ranks)
 
 

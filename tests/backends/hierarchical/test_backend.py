@@ -18,6 +18,8 @@ from asynccomm.core.work import Work
 from asynccomm.testing import check_backend
 from tests.pretended_hosts import HINTS, LAYOUTS, comm_on, pretend
 
+from ..conformance import MANY_RANKS  # noqa: TID252
+
 SAMPLE = [  # of each way through the backend one or two: its parts have quick tests of their own
     "long_tensors_in_every_form",
     "views_that_overlap_on_one_rank",
@@ -56,9 +58,10 @@ async def test_conformance_with_one_rank_on_each_host(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(400)
 @pytest.mark.ranks(6, timeout=400)
 async def test_conformance_on_six_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    await conform(monkeypatch, "2x3")
+    await conform(monkeypatch, "2x3", MANY_RANKS)
 
 
 def hierarchical(comm: Comm) -> HierarchicalBackend:
