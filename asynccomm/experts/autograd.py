@@ -165,7 +165,9 @@ class _Travelled(torch.autograd.Function):
         return None, None, None, *ctx.returned(gradients)
 
 
-def _differentiable(tensor: Tensor) -> bool:
+def _differentiable(tensor: object) -> bool:
+    if not isinstance(tensor, Tensor):  # dispatch refuses it
+        return False
     return (tensor.is_floating_point() and tensor.itemsize > 1) or tensor.is_complex()
 
 

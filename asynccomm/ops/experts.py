@@ -163,7 +163,7 @@ def sum_rows(rows: Tensor, index: Tensor, count: int, weights: Tensor | None = N
     if weights is not None:
         values = values * weights.to(wide).view(-1, *[1] * (rows.dim() - 1))
     return (
-        torch.zeros(count, *rows.shape[1:], dtype=wide, device=rows.device).index_add(0, index, values).to(rows.dtype)
+        torch.zeros(count, *rows.shape[1:], dtype=wide, device=rows.device).index_add_(0, index, values).to(rows.dtype)
     )
 
 

@@ -49,7 +49,9 @@ async def test_combine_is_checked() -> None:
             with pytest.raises(error, match=text):
                 combine(group, rows, handle)
         async with comm.dup() as other:
-            with pytest.raises(ValueError, match=r"sent was dispatched on another comm, 'test', not on this one, 'test"):
+            with pytest.raises(
+                ValueError, match=r"sent was dispatched on another comm, 'test', not on this one, 'test"
+            ):
                 other.combine(t(3, 3), sent)
         assert comm.statistics().submitted == 1, "nothing of that was sent"
 

@@ -18,7 +18,8 @@ def group(rank: int = 1, size: int = 3) -> CommInfo:
 
 
 @pytest.mark.parametrize(
-    ("count", "mine"), [(1, [[0], [], []]), (3, [[0], [1], [2]]), (5, [[0, 1], [2, 3], [4]]), (6, [[0, 1], [2, 3], [4, 5]])]
+    ("count", "mine"),
+    [(1, [[0], [], []]), (3, [[0], [1], [2]]), (5, [[0, 1], [2, 3], [4]]), (6, [[0, 1], [2, 3], [4, 5]])],
 )
 def test_experts_are_placed_in_blocks(count: int, mine: list[list[int]]) -> None:
     found = [Placement.of(group(rank), count, None, CPU) for rank in range(3)]

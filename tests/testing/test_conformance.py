@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynccomm import MemoryStore, new_comm
-from asynccomm.backends import arithmetic, loopback
+from asynccomm.backends import arithmetic, hazards, loopback
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.loopback import Hub, LoopbackBackend
@@ -368,6 +368,16 @@ def merges_across_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_cuts_by_memory", plan._cuts_by_kind)
 
 
+def reads_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Submission.__init__
+
+    def read(self: Submission, *arguments: Any, **options: Any) -> None:
+        made(self, *arguments, **options)
+        hazards.load(self)
+
+    monkeypatch.setattr(Submission, "__init__", read)
+
+
 # What is broken, how, and the check that must see it.
 BROKEN: dict[str, tuple[Patch, str]] = {
     "swapped chunks": (patch_perform(swapped_chunks), "all_to_all_single_in_and_out_of_place"),
@@ -410,6 +420,7 @@ BROKEN: dict[str, tuple[Patch, str]] = {
     "shares mixed up": (sends_the_first_share, "shares_of_dicts_from_group_to_group"),
     "ranks sorted": (sorts_ranks, "groups_in_order_and_permuted"),
     "conflicts ignored": (merges_across_conflicts, "operations_on_the_same_tensors_in_one_scope"),
+    "tokens read at the call": (reads_at_the_call, "tokens_that_an_operation_in_flight_writes"),
     "nothing monitored": (monitors_nothing, "monitored_barriers_name_who_is_missing"),
 }
 
