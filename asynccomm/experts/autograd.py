@@ -49,7 +49,7 @@ def dispatch(
     Args:
         timeout, tag: also of the backward pass's operations.
 
-    Returns: Work of a ``Dispatched``, whose tensors are part of the graph.
+    Returns: Work of a ``Dispatched``; its tensors are part of the graph.
     Raises: as :meth:`Comm.dispatch`.
     """
     if not torch.is_grad_enabled():
@@ -129,7 +129,7 @@ class GradientTravel(NamedTuple):
     def behind(
         self, results: list[Tensor], opposite: Callable[[Tensor], Call], anchor: Tensor, inputs: list[Tensor]
     ) -> Sequence[Tensor]:
-        """``results``, whose gradients travel by ``opposite`` and become those of ``inputs``."""
+        """``results`` in the graph: their gradients travel by ``opposite`` and become those of ``inputs``."""
 
         def returned(gradients: Sequence[Tensor]) -> list[Tensor]:
             if self.comm.device.type == "cpu" and asyncio._get_running_loop() is not None:

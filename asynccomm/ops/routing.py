@@ -1,6 +1,6 @@
 """The way of tokens to experts: which rank holds which expert, and which token goes to which rank.
 
-A token goes once to each rank that holds at least one of its experts, whatever their number there. Its experts'
+A token goes once to each rank that holds at least one of its experts, also where there are several. Its experts'
 ids travel with it, so the receiving rank repeats the token for each of its experts by itself.
 """
 
