@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asynccomm import compat as compat
+    from asynccomm import experts as experts
     from asynccomm import interop as interop
     from asynccomm import testing as testing
     from asynccomm import weights as weights
@@ -53,8 +54,10 @@ if TYPE_CHECKING:
     from asynccomm.gradients.bucket import GradientBucket as GradientBucket
     from asynccomm.gradients.reducer import GradientReducer as GradientReducer
     from asynccomm.interop.wrap import wrap as wrap
+    from asynccomm.ops.experts import Dispatched as Dispatched
     from asynccomm.ops.reduce_op import RedOpType as RedOpType
     from asynccomm.ops.reduce_op import ReduceOp as ReduceOp
+    from asynccomm.ops.routing import Routing as Routing
     from asynccomm.ops.windows import SignalCmpOp as SignalCmpOp
     from asynccomm.options import CommOptions as CommOptions
     from asynccomm.runner import run as run
@@ -106,6 +109,8 @@ _HOMES = {
     "Sink": "asynccomm.comm.methods.p2p",
     "Stream": "asynccomm.comm.methods.p2p",
     "CommOptions": "asynccomm.options",
+    "Dispatched": "asynccomm.ops.experts",
+    "Routing": "asynccomm.ops.routing",
     "RedOpType": "asynccomm.ops.reduce_op",
     "ReduceOp": "asynccomm.ops.reduce_op",
     "run": "asynccomm.runner",
@@ -121,7 +126,7 @@ _HOMES = {
     "Window": "asynccomm.windows.window",
     "Work": "asynccomm.core.work",
 }
-_PACKAGES = ("compat", "interop", "testing", "weights")
+_PACKAGES = ("compat", "experts", "interop", "testing", "weights")
 __all__ = list(_HOMES)
 
 

@@ -46,7 +46,7 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
-from asynccomm.ops import Begin, Call, Op, Parcel, PayloadAllocator, Several, WindowInfo
+from asynccomm.ops import Begin, Call, Fill, Op, Parcel, PayloadAllocator, Several, WindowInfo
 from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
@@ -89,7 +89,7 @@ class Submission:
     parcels: tuple[Parcel, ...] = ()
     place: PayloadAllocator | None = None
     begin: Begin | None = None
-    copies: tuple[tuple[Tensor, Tensor], ...] = ()  #: (memory, source) pairs that ``hazards.load`` copies, then clears
+    copies: tuple[tuple[Fill, Tensor], ...] = ()  #: functions and the tensors they copy: ``hazards.load``, once
     #: the result of ``Backend.call_context`` at the call, if the call came before the submission; for a fused operation
     #: a tuple of the results at its members' calls
     call_context: Any = None
@@ -122,7 +122,7 @@ class Submission:
         if call.begin is not None:
             self.begin = call.begin
         if call.copies:
-            self.copies = tuple([(memory, tensor.detach()) for memory, tensor in call.copies])
+            self.copies = tuple([(fill, tensor.detach()) for fill, tensor in call.copies])
         if call.parcels or call.expected:
             self.parcels = call.parcels
             self.nbytes = max(call.expected, *[parcel.nbytes for parcel in call.parcels], 0)

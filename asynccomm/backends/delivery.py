@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asynccomm.backends.arithmetic import landing
 from asynccomm.backends.base import Submission
-from asynccomm.backends.hazards import apart
+from asynccomm.backends.hazards import apart, load
 from asynccomm.errors import AsyncCommError, PayloadError
 
 
@@ -26,6 +26,7 @@ class Delivery:
         self._copies: list[Callable[[], object]] = []
         self._lands: Sequence[Callable[[], object]] = ()
         self.error: AsyncCommError | None = None  #: the reason why a payload was refused, if any
+        load(submission)
         outputs = submission.outputs
         if outputs:
             submission.parcels, outputs, self._lands = apart(submission.parcels, outputs)

@@ -90,12 +90,12 @@ def separated(submission: Submission, rank: int, out_of_place: Kinds = frozenset
 
 
 def load(submission: Submission) -> None:
-    """Make the submission's ``copies``. Called when the operation takes effect, before its inputs are read.
+    """Make the submission's ``copies``. Called when the operation takes effect, before its inputs or parcels are read.
 
     A second call does nothing.
     """
-    for memory, tensor in submission.copies:
-        arithmetic.write(memory, tensor)
+    for fill, tensor in submission.copies:
+        fill(tensor)
     submission.copies = ()  # only now: until the copies are made, the source tensors count as read
 
 

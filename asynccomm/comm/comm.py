@@ -17,6 +17,7 @@ from typing import NamedTuple, Self, final
 import torch
 
 from asynccomm.comm.methods.collectives import Collectives
+from asynccomm.comm.methods.experts import ExpertCollectives
 from asynccomm.comm.methods.groups import Groups
 from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.objects import Objects
@@ -47,6 +48,7 @@ class Comm(
     Collectives,
     VariableCollectives,
     CoalescedCollectives,
+    ExpertCollectives,
     P2P,
     Objects,
     TensorDicts,

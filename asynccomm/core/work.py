@@ -276,7 +276,11 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         if self._error is not None:
             return self._outcome()
         order.order(stream)
-        return self._value  # type: ignore[no-any-return]
+        finish = self._finish
+        if finish is None:
+            return self._value  # type: ignore[no-any-return]
+        with torch.cuda.stream(stream):  # None: the current one. Not kept: the host may not read it yet
+            return finish(self._value)  # type: ignore[no-any-return]
 
     def add_done_callback(self, fn: Callable[[Work[T]], object], *, context: contextvars.Context | None = None) -> None:
         """Have the loop call ``fn(work)`` after the operation is done, or soon if done already. From any thread."""

@@ -18,6 +18,7 @@ Rules common to all operations:
 
 from asynccomm.ops.base import Begin as Begin
 from asynccomm.ops.base import Call as Call
+from asynccomm.ops.base import Fill as Fill
 from asynccomm.ops.base import GroupedOp as GroupedOp
 from asynccomm.ops.base import Op as Op
 from asynccomm.ops.base import Parcel as Parcel

@@ -179,6 +179,7 @@ class PayloadAllocator(Protocol):
         """
 
 
+Fill = Callable[[Tensor], object]
 Begin = Callable[[Sequence[Parcel], Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -197,10 +198,10 @@ class Call(NamedTuple):
     #: the outputs to be filled: those of the call, or stand-ins for outputs that share memory; returns the new device
     #: tensors that it allocated for the result
     begin: Begin | None = None
-    #: pairs of the call's own memory, in which some of ``inputs`` lie, and a tensor of the caller: the tensor is copied
-    #: to that memory when the operation takes effect, because an earlier operation may still be writing the tensor at
-    #: the call
-    copies: tuple[tuple[Tensor, Tensor], ...] = ()
+    #: pairs of a function and a tensor of the caller: when the operation takes effect, the function gets the tensor and
+    #: fills memory of the call's own, in which some of ``inputs`` or of the parcels' payloads lie. At the call, an
+    #: earlier operation may still be writing the tensor
+    copies: tuple[tuple[Fill, Tensor], ...] = ()
 
     def labelled(self, tag: object) -> Call:
         """This call, with ``tag`` as its operation's label. Raises: TypeError, ValueError naming ``tag``."""

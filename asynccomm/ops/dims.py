@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import SupportsIndex
 
+import torch
 from torch import Tensor
 
 from asynccomm.ops.base import Call, layout_of_shares, moved
@@ -201,6 +202,12 @@ def parts_along(tensor: Tensor, dim: int, extents: Sequence[int]) -> tuple[Tenso
     if total != tensor.shape[dim]:
         tensor = tensor.narrow(dim, 0, total)
     return tensor.split_with_sizes(extents, dim)
+
+
+def put(target: Tensor, source: Tensor) -> None:
+    """Copy ``source`` to ``target``, which has as many elements and shares no memory with it."""
+    with torch.inference_mode(target.is_inference()):
+        target.detach().copy_(source.detach().reshape(target.shape))
 
 
 def whole_of(

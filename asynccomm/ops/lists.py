@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from asynccomm.ops.base import Call, Several, layout_of
-from asynccomm.ops.dims import parts_along, whole_of
+from asynccomm.ops.dims import parts_along, put, whole_of
 from asynccomm.ops.movement import AllGather, Broadcast
 from asynccomm.ops.reductions import AllReduce, ReduceScatter
 from asynccomm.ops.validation import (
@@ -70,7 +71,9 @@ def reduce_scatter(
         shares = [_chunks(whole, group.size) for whole in wholes]
         by_rank = [[share[r] for share in shares] for r in range(group.size)]
         call = ReduceScatter.of_several(group, [outputs[i] for i in numbers], by_rank, op)
-        copies = [(whole, items[i]) for i, whole in zip(numbers, wholes, strict=True) if whole is not items[i]]
+        copies = [
+            (partial(put, whole), items[i]) for i, whole in zip(numbers, wholes, strict=True) if whole is not items[i]
+        ]
         calls.append(call._replace(copies=tuple(copies)))
     return calls, outputs
 

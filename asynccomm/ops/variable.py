@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asynccomm.errors import PayloadError
 from asynccomm.ops.base import Call, Parcel
-from asynccomm.ops.dims import parts_along, room_for_rows, rows_to_send
+from asynccomm.ops.dims import parts_along, put, room_for_rows, rows_to_send
 from asynccomm.ops.dtypes import BY_NAME
 from asynccomm.ops.lists import as_many, one_extent
 from asynccomm.ops.parcels import Parcels
@@ -69,6 +69,28 @@ def all_to_all_v_single(group: CommInfo, output: Tensor | None, input: Tensor, i
     parts = parts_along(input, 0, sends)
     joined = _Concatenated(group, None if output is None else [output], [parts[group.rank]], [0], spare=True)
     return joined.call(Parcels("all_to_all_v_single", shared=False), [[part] for part in parts], _single)
+
+
+def exchange(
+    group: CommInfo,
+    method: str,
+    shares: Sequence[Sequence[Tensor]],
+    finish: Callable[[Sequence[Tensor], list[int]], Any],
+    note: str,
+    *,
+    shared: bool,
+) -> Call:
+    """Send rows of several tensors: one share for all ranks, or one for each rank; all tensors of a share have as many.
+
+    Args:
+        shares: read when the operation takes effect.
+        finish: makes the result of the tensors of all received rows, in rank order, and the number from each rank.
+        note: must be equal on all ranks.
+    """
+    own = shares[0] if shared else shares[group.rank]
+    joined = _Concatenated(group, None, own, [0] * len(own), note=note)
+    expected = sum([tensor.nbytes for tensor in own])
+    return joined.call(Parcels(method, shared=shared), shares, lambda it: finish(it.outputs(), it.extents()), expected)
 
 
 def _check_output(group: CommInfo, name: str, output: Tensor, like_name: str, like: Tensor, dim: int) -> None:
@@ -148,6 +170,7 @@ class _Concatenated:
         own: this rank's parts.
         dims: the dimension of each part, counted from 0.
         spare: the outputs may be larger than all parts together.
+        note: compared with those of the other ranks, as dtypes and dimensions are.
     """
 
     def __init__(
@@ -158,6 +181,7 @@ class _Concatenated:
         dims: Sequence[int],
         *,
         spare: bool = False,
+        note: str = "",
     ) -> None:
         self._rank = group.rank
         self._alone = group.size == 1
@@ -173,6 +197,8 @@ class _Concatenated:
             f"{str(t.dtype).removeprefix('torch.')} {[*rest[:dim], 'n', *rest[dim:]]}".replace("'", "")
             for t, rest, dim in zip(own, rests, dims, strict=True)
         )
+        self._kind += note
+        self._routed = bool(note)
         self._sum = zlib.crc32(self._kind.encode())
         # bytes for each index along the dimension
         self._unit = sum([torch.Size(rest).numel() * t.itemsize for t, rest in zip(own, rests, strict=True)])
@@ -207,10 +233,8 @@ class _Concatenated:
             raise PayloadError(f"rank {source} sent a head of {len(head)} bytes, not {_ROWS.size}")
         extent, checksum = _ROWS.unpack(head)
         if checksum != self._sum:
-            raise PayloadError(
-                f"rank {source} sent a tensor that differs in dtype or in a dimension that must be equal from this "
-                f"rank's: {self._kind}"
-            )
+            text = f"rank {source} sent a tensor that differs in dtype or in a dimension that must be equal"
+            raise PayloadError(f"{text}{', or in its routing,' if self._routed else ''} from this rank's: {self._kind}")
         if extent * self._unit != lengths[source]:
             raise PayloadError(f"rank {source} sent {lengths[source]} bytes for an extent of {extent}")
         self._extents[source] = extent
@@ -251,18 +275,16 @@ class _Concatenated:
                 at_least = " at least" if self._spare else ""
                 raise PayloadError(f"output must have{at_least} shape {tuple(shape)} for all parts, got {tuple(found)}")
 
+    def extents(self) -> list[int]:
+        """The extent of each rank's part, when all parts have arrived."""
+        return [extent for _, extent in sorted(self._extents.items())]
+
     def outputs(self) -> Sequence[Tensor]:
         """The complete tensors, when all parts have arrived."""
         if not self._parts:  # all payloads were empty
             self._make_room(sum(self._extents.values()))
         assert self._given is not None
         return self._given
-
-
-def put(target: Tensor, source: Tensor) -> None:
-    """Copy ``source`` to ``target``, which has as many elements and shares no memory with it."""
-    with torch.inference_mode(target.is_inference()):
-        target.detach().copy_(source.detach().reshape(target.shape))
 
 
 def _shaped_parcel(tensor: Tensor) -> Parcel:

@@ -177,7 +177,7 @@ def test_a_copy_is_taken_when_it_starts() -> None:
 
 def test_inputs_that_are_no_views_are_copied_once_when_it_starts() -> None:
     whole, room = torch.zeros(2, 3, requires_grad=True), torch.zeros(3, 2)
-    call = ReduceScatter.of(GROUP, torch.empty(2), room.unbind(), SUM)._replace(copies=((room, whole.t()),))
+    call = ReduceScatter.of(GROUP, torch.empty(2), room.unbind(), SUM)._replace(copies=((room.copy_, whole.t()),))
     for starts in (load, lambda waiting: separated(waiting, RANK)):
         waiting = submission(call)
         whole.data.fill_(7)  # as an operation does that was called before

@@ -284,6 +284,7 @@ BAD_ARGUMENTS = {
     "rounds": (["completion.py", "--rounds", "0"], "arguments --delays, --rounds, --late: must be positive"),
     "ranks": (["agreed.py", "--simulate", "2,0"], "arguments --simulate, --ops, --rounds, --ranks: must be positive"),
     "scale": (["scale.py", "--ranks", "2"], "arguments --ranks, --per-host: at least 3 ranks, and 1 on a host"),
+    "ranks of experts": (["experts.py", "--ranks", "3"], "argument --ranks: must divide the 8 experts, got 3"),
     "bucket-mb": (["gradients.py", "--bucket-mb", "0"], "argument --bucket-mb: must be positive, got 0"),
     "weights": (["weights.py", "--servers", "0"], "arguments --servers, --sizes, --rounds: must be positive"),
     "hosts": (["hosts.py", "--ops", "telepathy"], "argument --ops: 'telepathy' is not one of"),
@@ -337,6 +338,15 @@ def test_ddp_has_a_row_per_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_experts_has_a_row_per_size(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("experts.py", *("--sizes", "1024,4096"), *("--rounds", 1), "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["bytes"], row["tokens"]) for row in rows] == [(1024, 1), (4096, 4)]
+    assert all(row["ratio"] == pytest.approx(row["gloo_us"] / row["asynccomm_us"]) for row in rows)
+
+
 def test_gradients_has_a_row_per_model(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     done = bench("gradients.py", *("--models", "convolutions"), *("--rounds", 1), *("--bucket-mb", 2), "--json", out)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynccomm import MemoryStore, new_comm
-from asynccomm.backends import arithmetic, loopback, windows
+from asynccomm.backends import arithmetic, hazards, loopback, windows
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.loopback import Hub, LoopbackBackend
@@ -369,6 +369,16 @@ def merges_across_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_cuts_by_memory", plan._cuts_by_kind)
 
 
+def reads_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Submission.__init__
+
+    def read(self: Submission, *arguments: Any, **options: Any) -> None:
+        made(self, *arguments, **options)
+        hazards.load(self)
+
+    monkeypatch.setattr(Submission, "__init__", read)
+
+
 # What is broken, how, and the check that must see it.
 def accumulates_by_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "accumulate", windows.put)
@@ -431,6 +441,7 @@ BROKEN: dict[str, tuple[Patch, str]] = {
     "conflicts ignored": (merges_across_conflicts, "operations_on_the_same_tensors_in_one_scope"),
     "sums written": (accumulates_by_writing, "accumulates_of_all_ranks_add_up"),
     "puts behind signals": (signals_ahead_of_puts, "windows_carry_puts_behind_signals"),
+    "tokens read at the call": (reads_at_the_call, "tokens_that_an_operation_in_flight_writes"),
     "nothing monitored": (monitors_nothing, "monitored_barriers_name_who_is_missing"),
 }
 

@@ -63,8 +63,8 @@ def lower(submission: Submission, plan: LoweredBatch) -> None:
     """Add the lowered operation of ``submission`` to ``plan``."""
     op, inputs, outputs = submission.op, submission.inputs, submission.outputs
     plan.op = op
-    for copy in submission.copies:
-        plan.prepare(partial(arithmetic.write, *copy))
+    for fill, tensor in submission.copies:
+        plan.prepare(partial(fill, tensor))
     copied, staged = find(op, inputs, outputs, plan.rank, _OUT_OF_PLACE)
     if copied:
         inputs = tuple([plan.snapshot(tensor) if i in copied else tensor for i, tensor in enumerate(inputs)])

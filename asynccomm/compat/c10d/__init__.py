@@ -44,14 +44,18 @@ from asynccomm.compat.c10d.backends import is_xccl_available as is_xccl_availabl
 from asynccomm.compat.c10d.collectives import all_gather as all_gather
 from asynccomm.compat.c10d.collectives import all_gather_coalesced as all_gather_coalesced
 from asynccomm.compat.c10d.collectives import all_gather_into_tensor as all_gather_into_tensor
+from asynccomm.compat.c10d.collectives import all_gather_single as all_gather_single
 from asynccomm.compat.c10d.collectives import all_to_all as all_to_all
 from asynccomm.compat.c10d.collectives import all_to_all_single as all_to_all_single
 from asynccomm.compat.c10d.collectives import barrier as barrier
 from asynccomm.compat.c10d.collectives import broadcast as broadcast
 from asynccomm.compat.c10d.collectives import gather as gather
+from asynccomm.compat.c10d.collectives import gather_into_tensor as gather_into_tensor
+from asynccomm.compat.c10d.collectives import gather_single as gather_single
 from asynccomm.compat.c10d.collectives import monitored_barrier as monitored_barrier
 from asynccomm.compat.c10d.collectives import scatter as scatter
 from asynccomm.compat.c10d.destroy import destroy_process_group as destroy_process_group
+from asynccomm.compat.c10d.destroy import set_timeout as set_timeout
 from asynccomm.compat.c10d.groups import new_group as new_group
 from asynccomm.compat.c10d.groups import new_subgroups as new_subgroups
 from asynccomm.compat.c10d.groups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
@@ -84,6 +88,7 @@ from asynccomm.compat.c10d.reductions import all_reduce as all_reduce
 from asynccomm.compat.c10d.reductions import all_reduce_coalesced as all_reduce_coalesced
 from asynccomm.compat.c10d.reductions import reduce as reduce
 from asynccomm.compat.c10d.reductions import reduce_scatter as reduce_scatter
+from asynccomm.compat.c10d.reductions import reduce_scatter_single as reduce_scatter_single
 from asynccomm.compat.c10d.reductions import reduce_scatter_tensor as reduce_scatter_tensor
 from asynccomm.compat.c10d.rendezvous_handlers import register_rendezvous_handler as register_rendezvous_handler
 from asynccomm.compat.c10d.rendezvous_handlers import rendezvous as rendezvous
@@ -99,18 +104,25 @@ from asynccomm.compat.c10d.types import AllToAllOptions as AllToAllOptions
 from asynccomm.compat.c10d.types import BarrierOptions as BarrierOptions
 from asynccomm.compat.c10d.types import BroadcastOptions as BroadcastOptions
 from asynccomm.compat.c10d.types import DebugLevel as DebugLevel
+from asynccomm.compat.c10d.types import DistBackendError as DistBackendError
+from asynccomm.compat.c10d.types import DistError as DistError
+from asynccomm.compat.c10d.types import DistNetworkError as DistNetworkError
 from asynccomm.compat.c10d.types import DistStoreError as DistStoreError
+from asynccomm.compat.c10d.types import FileStore as FileStore
 from asynccomm.compat.c10d.types import GatherOptions as GatherOptions
 from asynccomm.compat.c10d.types import GroupName as GroupName
+from asynccomm.compat.c10d.types import HashStore as HashStore
 from asynccomm.compat.c10d.types import PrefixStore as PrefixStore
 from asynccomm.compat.c10d.types import ReduceOp as ReduceOp
 from asynccomm.compat.c10d.types import ReduceOptions as ReduceOptions
 from asynccomm.compat.c10d.types import ReduceScatterOptions as ReduceScatterOptions
 from asynccomm.compat.c10d.types import ScatterOptions as ScatterOptions
 from asynccomm.compat.c10d.types import Store as Store
+from asynccomm.compat.c10d.types import TCPStore as TCPStore
 from asynccomm.compat.c10d.types import default_pg_nccl_timeout as default_pg_nccl_timeout
 from asynccomm.compat.c10d.types import default_pg_timeout as default_pg_timeout
 from asynccomm.compat.c10d.types import get_debug_level as get_debug_level
+from asynccomm.compat.c10d.types import is_available as is_available
 from asynccomm.compat.c10d.types import reduce_op as reduce_op
 from asynccomm.compat.c10d.types import supports_complex as supports_complex
 from asynccomm.compat.c10d.work import Work as Work
@@ -122,13 +134,20 @@ from asynccomm.compat.c10d.world import use_world as use_world
 
 _NOT_EXPORTED = {  # by torch, either
     "AllgatherOptions",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
     "DistStoreError",
+    "FileStore",
+    "HashStore",
     "PG_WRAPPER_STORE_PREFIX",
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
     "STORE_BASED_BARRIER_PREFIX",
+    "TCPStore",
     "World",
     "default_pg_nccl_timeout",
+    "is_available",
     "register_rendezvous_handler",
     "rendezvous",
     "use_world",
@@ -182,6 +201,7 @@ _hash_ranks_to_str = _internals_module.hash_ranks
 _IllegalWork = _coalescing_module.IllegalWork
 _is_barrier_after_init = _init_module.barrier_after_init
 _is_safe_to_split = _groups_module.is_safe_to_split
+_new_process_group_helper = _groups_module.new_process_group_helper
 _new_group_with_tag = _groups_module.new_group_with_tag
 _object_to_tensor = _objects_module.object_to_tensor
 _process_group_color = _groups_module.process_group_color
@@ -190,7 +210,7 @@ _rank_not_in_group = _internals_module.is_not_in_group
 _reduce_scatter_base = _reductions_module.reduce_scatter_base
 _reset_fr_trace = _internals_module.reset_fr_trace
 _resolve_group_name_by_ranks_and_tag = _internals_module.resolve_name
-_set_pg_timeout = _ending_module.set_pg_timeout
+_set_pg_timeout = _ending_module.set_timeout
 _store_based_barrier = _meeting_module.store_based_barrier
 _tensor_to_object = _objects_module.tensor_to_object
 _time_estimator = _coalescing_module.time_estimator

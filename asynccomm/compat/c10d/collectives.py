@@ -17,6 +17,7 @@ from asynccomm.compat.c10d.coalescing import CollOp, recording
 from asynccomm.compat.c10d.logs import collective
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import canonical_rank, root_rank
+from asynccomm.compat.c10d.types import check_valid_timeout
 from asynccomm.compat.c10d.validation import (
     check_root_list,
     check_same_dtype,
@@ -140,6 +141,35 @@ def gather(
 
 
 @collective()
+def gather_single(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Any:
+    """Concatenate or stack every rank's ``tensor`` in one tensor of one rank; by default of global rank 0.
+
+    Args:
+        gather_tensor: on the root, the output; None on other ranks.
+    """
+    pg = member(group)
+    check_tensor("tensor", tensor)
+    root = root_rank(pg, dst, group_dst, "dst")
+    if gather_tensor is not None:
+        check_tensor("gather_tensor", gather_tensor)
+        check_same_dtype(tensor, gather_tensor)
+    elif root == pg.rank():
+        raise ValueError("gather_tensor must be given on the root, got None")
+    return pg.comm(tensor.device).gather_single(gather_tensor, tensor, root)
+
+
+gather_into_tensor = gather_single
+all_gather_single = all_gather_into_tensor
+
+
+@collective()
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
@@ -226,17 +256,25 @@ def all_to_all(
 
 
 @collective()
-def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Any:
     """Wait until every rank of the group has called ``barrier``.
 
     Args:
         device_ids: a list; the first item is the index of this rank's accelerator. None or empty: the bound device,
             else the CPU if the group serves it, else the current accelerator.
+        timeout: of this barrier; None: the group's.
     """
     pg = member(group)
     if device_ids is not None and not isinstance(device_ids, list):
         raise TypeError(f"device_ids must be a list of indices, got {device_ids!r}")
-    return pg.comm(_barrier_device(pg, device_ids)).barrier()
+    if timeout is not None:
+        check_valid_timeout(timeout)
+    return pg.comm(_barrier_device(pg, device_ids)).barrier(timeout=timeout)
 
 
 def _barrier_device(pg: ProcessGroup, device_ids: list[int] | None) -> torch.device:

@@ -75,7 +75,7 @@ def _is_broken(pg: ProcessGroup) -> bool:
     return any(error is not None and not isinstance(error, ClosedError) for error in errors)
 
 
-def set_pg_timeout(timeout: timedelta, group: Group = None) -> None:
+def set_timeout(timeout: timedelta, group: Group = None) -> None:
     """Change the timeout of a group's later operations, on this rank.
 
     Raises: ValueError if this rank is not in the group; TypeError; AssertionError if ``group`` is not a group.

@@ -9,6 +9,7 @@ from hashlib import sha1
 from typing import Final
 
 import torch
+from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.backends import Backend
@@ -17,13 +18,13 @@ from asynccomm.compat.c10d.init import barrier_after_init
 from asynccomm.compat.c10d.logs import timed
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import get_process_group_ranks, get_rank, get_world_size
-from asynccomm.compat.c10d.rendezvous_handlers import store_based_barrier
-from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout, default_timeout
+from asynccomm.compat.c10d.rendezvous_handlers import as_store, store_based_barrier
+from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_reconfigure, check_valid_timeout, default_timeout
 from asynccomm.compat.c10d.validation import member_of
 from asynccomm.compat.c10d.world import Group, Member, default_group, registered, world
 from asynccomm.core.tasks import shielded
 from asynccomm.ops.validation import as_index
-from asynccomm.store.base import PrefixStore
+from asynccomm.store.base import PrefixStore, Store
 
 COLOR_BITS: Final = 31  # a colour is a non-negative C int
 
@@ -36,11 +37,12 @@ async def new_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: torch.device | None = None,
+    sort_ranks: bool = True,
 ) -> Member:
     """Create a group of some ranks. All ranks of the world call this, members or not, and in the same order.
 
     Args:
-        ranks: global ranks, which the group has in ascending order. None: all ranks.
+        ranks: global ranks. None: all ranks.
         timeout: None: the backend's default, also if the default group has another timeout.
         backend: None: the default group's.
         pg_options: see ``init_process_group``.
@@ -48,6 +50,7 @@ async def new_group(
             create them in one order.
         group_desc: a description of the group's purpose.
         device_id: this rank's accelerator; None: the default group's.
+        sort_ranks: the group has its ranks in ascending order; False: in the order of ``ranks``, the same on all.
 
     Returns: the group; NON_GROUP_MEMBER on ranks outside the group.
 
@@ -65,6 +68,7 @@ async def new_group(
         use_local_synchronization=use_local_synchronization,
         group_desc=group_desc,
         device_id=device_id,
+        sort_ranks=sort_ranks,
     )
 
 
@@ -78,6 +82,7 @@ async def new_group_with_tag(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: torch.device | None = None,
+    sort_ranks: bool = True,
 ) -> Member:
     """Create a group as :func:`new_group`, under a tag; equal tags and ranks give the same group."""
     known, default = world(), default_group()
@@ -91,7 +96,7 @@ async def new_group_with_tag(
     check_valid_timeout(limit)
     if use_local_synchronization and name == Backend.MPI:
         raise ValueError("backend 'mpi' cannot make groups with use_local_synchronization")
-    members = list(range(default.size())) if ranks is None else _checked(ranks, default.size())
+    members = list(range(default.size())) if ranks is None else _checked(ranks, default.size(), sort_ranks)
     me = default.rank()
     if use_local_synchronization and me not in members:
         return NON_GROUP_MEMBER
@@ -128,8 +133,56 @@ async def new_group_with_tag(
     return pg
 
 
-def _checked(ranks: Sequence[int], size: int) -> list[int]:
-    """Sorted ranks. Raises: ValueError."""
+async def new_process_group_helper(
+    group_size: int,
+    group_rank: int,
+    global_ranks_in_group: Sequence[int],
+    backend: str,
+    store: Store | dist.Store,
+    group_name: str,
+    backend_options: object | None = None,
+    timeout: timedelta | None = None,
+    pg_tag: str | None = None,
+    device_id: torch.device | None = None,
+    group_desc: str | None = None,
+    enable_reconfigure: bool = False,
+) -> tuple[ProcessGroup, Store]:
+    """Create a group of processes that meet in ``store``, beside the default group or without one.
+
+    Programs use it for a second world: of trainers and inference servers, for example.
+
+    Args:
+        global_ranks_in_group: the global rank of each rank; empty: the ranks in the group are global ranks.
+        backend_options: as ``pg_options`` of ``init_process_group``.
+
+    Returns: the group and its store. Raises: as ``init_process_group``. Cancelling is safe.
+    """
+    check_reconfigure(enable_reconfigure)
+    number = as_index(group_rank)
+    if number is None or not 0 <= number < group_size:
+        raise ValueError(f"group_rank must be in [0, {group_size}), got {group_rank!r}")
+    ranks = list(global_ranks_in_group) or list(range(group_size))
+    if len(ranks) != group_size:
+        raise ValueError(f"global_ranks_in_group must have {group_size} ranks or none, got {ranks}")
+    name = Backend(backend)
+    plan = BackendPlan(
+        name=group_name,
+        ranks=ranks,
+        rank=number,
+        backend=name,
+        store=as_store(store),
+        timeout=default_timeout(name) if timeout is None else timeout,
+        options=backend_options,
+        tag=pg_tag,
+        desc=group_desc,
+        device=device_id,
+    )
+    pg = await make_group(plan)
+    return pg, world().pg_map[pg][1]
+
+
+def _checked(ranks: Sequence[int], size: int, sort: bool = True) -> list[int]:
+    """The ranks, sorted if ``sort``. Raises: ValueError."""
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence) or not ranks:
         raise ValueError(f"ranks must be a list of at least one rank, got {ranks!r}")
     found: list[int] = []
@@ -140,7 +193,7 @@ def _checked(ranks: Sequence[int], size: int) -> list[int]:
         if number in found:
             raise ValueError(f"ranks must be different, got {number} twice in {ranks!r}")
         found.append(number)
-    return sorted(found)
+    return sorted(found) if sort else found
 
 
 async def new_subgroups(
@@ -254,6 +307,7 @@ async def split_group(
     timeout: timedelta | None = None,
     pg_options: object | None = None,
     group_desc: str | None = None,
+    backend: str | None = None,
 ) -> Member:
     """Split groups off ``parent_pg``. All ranks of the parent call this, with the same lists.
 
@@ -263,6 +317,7 @@ async def split_group(
         timeout: None: the backend's default.
         pg_options: ``asynccomm.CommOptions``, of which only the hints are used; None: the parent's.
         group_desc: a description; None: the parent's, ``":split:"`` and a number.
+        backend: the parent's, or None, which means the same.
 
     Returns: this rank's group; NON_GROUP_MEMBER if no list has this rank.
 
@@ -277,6 +332,8 @@ async def split_group(
     if member_of(parent_pg, "split_group", 5) is None:
         raise ValueError("this rank is not in parent_pg")
     parent = registered(parent_pg)
+    if backend is not None and Backend(backend) != parent.backend:
+        raise ValueError(f"backend must be that of the parent, {parent.backend!r}, or None, got {backend!r}")
     real = parent.backend != Backend.FAKE
     if real and not is_safe_to_split() and any(comm.device.type != "cpu" for comm in parent.comms):
         raise RuntimeError("no device is bound to the default group: pass device_id= to init_process_group")

@@ -18,7 +18,7 @@ from asynccomm.compat.c10d.create import BackendPlan, check_device, drop_groups,
 from asynccomm.compat.c10d.logs import RankHook, logged_coroutine, timed
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.rendezvous_handlers import LeaveOnExit, as_store, rendezvous, store_based_barrier
-from asynccomm.compat.c10d.types import check_valid_timeout, default_timeout
+from asynccomm.compat.c10d.types import check_reconfigure, check_valid_timeout, default_timeout
 from asynccomm.compat.c10d.world import Ending, World, world
 from asynccomm.core.tasks import shielded
 from asynccomm.store.base import PrefixStore, Store
@@ -38,6 +38,7 @@ async def init_process_group(
     pg_options: object | None = None,
     device_id: torch.device | int | None = None,
     _ranks: Sequence[int] | None = None,
+    enable_reconfigure: bool = False,
 ) -> None:
     """Create the default group, of all ranks. All ranks call this, and end the group by ``destroy_process_group``.
 
@@ -53,12 +54,14 @@ async def init_process_group(
         group_name: has no effect, as in torch.
         pg_options: ``asynccomm.CommOptions``, whose timeout has no effect; or torch's own options of NCCL.
         device_id: this rank's accelerator, which is then bound to the group.
+        enable_reconfigure: not supported: ``Comm.reconfigure`` and ``shrink_group`` go on after a loss.
 
     Raises: ValueError if there is a default group already, and for an incomplete device or URL; AssertionError for
         arguments that exclude each other; TypeError; and the errors of ``asynccomm.new_comm``.
 
     Cancelling is safe.
     """
+    check_reconfigure(enable_reconfigure)
     known = world()
     if known.default_pg is not None or known.starting:
         raise ValueError("init_process_group was called before, and destroy_process_group was not")

@@ -1,7 +1,8 @@
-"""Collectives on Python objects, as in torch: received objects are unpickled without restriction.
+"""Collectives on Python objects, as in torch: received objects are unpickled without restriction by default.
 
-Any rank of the group can thus run arbitrary code in this process. Our comms' own methods unpickle safely by default.
-Tensors in objects arrive on the CPU. One rank can send at most 4 GiB in one call.
+Any rank of the group can thus run arbitrary code in this process. ``weights_only=True`` on all ranks prevents that, as
+is the default of our comms' own methods: see ``Comm.all_gather_object``. Tensors in objects arrive on the CPU. One rank
+can send at most 4 GiB in one call.
 """
 
 from __future__ import annotations
@@ -51,11 +52,15 @@ def tensor_to_object(tensor: Tensor, tensor_size: Tensor | int, group: Group = N
 
 
 @collective()
-def all_gather_object(object_list: list[Any], obj: object, group: Group = None) -> Awaitable[None]:
+def all_gather_object(
+    object_list: list[Any], obj: object, group: Group = None, weights_only: bool = False
+) -> Awaitable[None]:
     """Collect every rank's ``obj`` in ``object_list`` on all ranks; ``await`` fills the list."""
     pg = member(group)
     _check_room("object_list", object_list, pg.size())
-    return ResultWork(pg.comm().all_gather_object(obj, weights_only=False), lambda items: _fill(object_list, items))
+    return ResultWork(
+        pg.comm().all_gather_object(obj, weights_only=weights_only), lambda items: _fill(object_list, items)
+    )
 
 
 @collective()
@@ -65,6 +70,7 @@ def gather_object(
     dst: int | None = None,
     group: Group = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
 ) -> Awaitable[None]:
     """Collect every rank's ``obj`` on one rank; by default on global rank 0.
 
@@ -78,7 +84,7 @@ def gather_object(
     room = object_gather_list
     if room is not None and root == pg.rank():
         _check_room("object_gather_list", room, pg.size())
-    work = pg.comm().gather_object(obj, root, weights_only=False)
+    work = pg.comm().gather_object(obj, root, weights_only=weights_only)
     return ResultWork(work, lambda items: _fill(room, items) if room is not None and items is not None else None)
 
 
@@ -89,6 +95,7 @@ def broadcast_object_list(
     group: Group = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> Awaitable[Any]:
     """Replace the items of all ranks' ``object_list`` by one rank's items; by default by global rank 0's.
 
@@ -98,7 +105,9 @@ def broadcast_object_list(
     """
     pg = member(group)
     root = root_rank(pg, src, group_src, "src")
-    return ResultWork(pg.comm(device).broadcast_object_list(object_list, root, weights_only=False), lambda items: items)
+    return ResultWork(
+        pg.comm(device).broadcast_object_list(object_list, root, weights_only=weights_only), lambda items: items
+    )
 
 
 @collective()
@@ -108,6 +117,7 @@ def scatter_object_list(
     src: int | None = None,
     group: Group = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> Awaitable[None]:
     """Send each rank one object of one rank's list; by default from global rank 0.
 
@@ -123,7 +133,9 @@ def scatter_object_list(
     given = scatter_object_input_list if root == pg.rank() else None
     if root == pg.rank() and given is None:
         raise ValueError("scatter_object_input_list must be given on the rank that scatters")
-    return ResultWork(pg.comm().scatter_object_list(given, root, weights_only=False), lambda item: _fill(room, [item]))
+    return ResultWork(
+        pg.comm().scatter_object_list(given, root, weights_only=weights_only), lambda item: _fill(room, [item])
+    )
 
 
 @collective()
@@ -134,6 +146,7 @@ def send_object_list(
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> Awaitable[Any]:
     """Send objects to global rank ``dst``, or to ``group_dst`` in the group; not to this rank itself.
 
@@ -144,7 +157,7 @@ def send_object_list(
     pg = member(group)
     to = canonical_rank(pg, dst, group_dst, name="dst")
     check_not_self(pg, to, "dst")
-    return pg.comm(device).send_object_list(object_list, to, weights_only=False)
+    return pg.comm(device).send_object_list(object_list, to, weights_only=weights_only)
 
 
 @collective(outside=NoopWork(-1))
@@ -155,6 +168,7 @@ def recv_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> Awaitable[int]:
     """Receive objects from global rank ``src``, or from ``group_src`` in the group; without both, from any rank.
 
@@ -167,7 +181,7 @@ def recv_object_list(
     pg = member(group)
     source = None if src is None and group_src is None else canonical_rank(pg, src, group_src, name="src")
     check_not_self(pg, source, "src")
-    work = pg.comm(device).recv_object_list(object_list, source, weights_only=False)
+    work = pg.comm(device).recv_object_list(object_list, source, weights_only=weights_only)
     return ResultWork(work, lambda _: pg.global_ranks[sender_of(work, source)])
 
 

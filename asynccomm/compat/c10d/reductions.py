@@ -134,6 +134,9 @@ def reduce_scatter_tensor(
     return comm.reduce_scatter_single(output, input, reduction(op))
 
 
+reduce_scatter_single = reduce_scatter_tensor
+
+
 @deprecated("_reduce_scatter_base is deprecated: use reduce_scatter_tensor", category=FutureWarning)
 def reduce_scatter_base(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False

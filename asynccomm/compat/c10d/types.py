@@ -10,20 +10,27 @@ import warnings
 from datetime import timedelta
 from typing import Any, Final, NewType, final
 
-from torch._C import _DistStoreError
+from torch._C import _DistBackendError, _DistError, _DistNetworkError, _DistStoreError
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import DebugLevel as DebugLevel
+from torch._C._distributed_c10d import FileStore as FileStore
+from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ReduceOp as ReduceOp
 from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._distributed_c10d import get_debug_level as get_debug_level
 from torch.distributed import distributed_c10d as _torch
+from torch.distributed import is_available as is_available
 from torch.distributed.constants import default_pg_nccl_timeout as default_pg_nccl_timeout
 from torch.distributed.constants import default_pg_timeout as default_pg_timeout
 from typing_extensions import deprecated
 
 from asynccomm.ops import reduce_op as _ours
 
+DistBackendError = _DistBackendError
+DistError = _DistError
+DistNetworkError = _DistNetworkError
 DistStoreError = _DistStoreError
 AllreduceCoalescedOptions = _torch.AllreduceCoalescedOptions
 AllreduceOptions = _torch.AllreduceOptions
@@ -87,6 +94,12 @@ def default_timeout(backend: str) -> timedelta:
         warnings.warn("torch was built without NCCL: its default timeout is that of other backends", stacklevel=3)
         return default_pg_timeout
     return default_pg_nccl_timeout
+
+
+def check_reconfigure(enable_reconfigure: object) -> None:
+    """Raise NotImplementedError if torch's own reconfiguration is asked for."""
+    if enable_reconfigure:
+        raise NotImplementedError("enable_reconfigure is not supported: use Comm.reconfigure or Comm.shrink")
 
 
 def check_valid_timeout(timeout: object) -> None:

@@ -18,6 +18,7 @@ from asynccomm.testing.conformance import (
     dicts,
     dims,
     dtypes_and_views,
+    experts,
     failures,
     groups,
     inplace,
@@ -41,7 +42,7 @@ def _checks(module: ModuleType) -> list[Check]:
     ]
 
 
-_TENSORS = (collectives, works, dims, uneven, coalesced, inplace, aliasing, dtypes_and_views, batches)
+_TENSORS = (collectives, works, dims, uneven, coalesced, inplace, aliasing, dtypes_and_views, batches, experts)
 _OTHERS = (objects, dicts, groups, concurrency, scopes, windows)
 _HARMLESS = [check for module in (*_TENSORS, *_OTHERS) for check in _checks(module)]
 _BREAKING = _checks(failures)

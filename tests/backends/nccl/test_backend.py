@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from asynccomm import AbortedError, Comm, MemoryStore, ReduceOp, Work, new_comm
+from asynccomm import AbortedError, Comm, MemoryStore, ReduceOp, Routing, Work, new_comm
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.nccl.call_streams import CallStream
 from asynccomm.backends.nccl.shared import DeviceRuntime
@@ -815,3 +815,16 @@ async def test_auto_is_nccl_on_gpus_and_says_what_is_missing() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(BackendError, match=r"needs a GPU|needs the package nccl4py"):
         await new_comm("auto", "cuda", store=MemoryStore(), rank=0, size=1)
+
+
+async def test_sums_of_combine_are_made_in_the_stream_that_follows(world: World) -> None:
+    async with world(2) as comms:
+
+        async def program(comm: Comm) -> None:
+            sent = await comm.dispatch(torch.ones(3, 2), Routing(torch.tensor([[0, 1]] * 3), 2))
+            work = comm.combine(sent.hidden, sent)
+            assert (await work.ordered()).tolist() == [[2, 2]] * 3
+            assert (await asyncio.to_thread(work.wait)).tolist() == [[2, 2]] * 3
+            assert (await work).tolist() == [[2, 2]] * 3
+
+        await asyncio.gather(*(program(comm) for comm in comms))

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import asynccomm.compat.c10d as dist
-from asynccomm import CollectiveMismatchError, Comm, MonitoredBarrierError
+from asynccomm import CollectiveMismatchError, CollectiveTimeoutError, Comm, MonitoredBarrierError
 from asynccomm.compat.c10d import collectives
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from tests.compat.c10d.test_reductions import Mine
@@ -375,7 +375,7 @@ async def test_sizes_of_one_side_are_enough(given: Any) -> None:
 
 
 def test_arguments_of_barriers() -> None:
-    assert list(inspect.signature(dist.barrier).parameters) == ["group", "async_op", "device_ids"]
+    assert list(inspect.signature(dist.barrier).parameters) == ["group", "async_op", "device_ids", "timeout"]
     assert list(inspect.signature(dist.monitored_barrier).parameters) == ["group", "timeout", "wait_all_ranks"]
 
 
@@ -467,3 +467,35 @@ async def test_a_monitored_barrier_needs_the_cpu() -> None:
         await dist.monitored_barrier()  # of pairs, and not only of gloo
         with pytest.raises(ValueError, match="needs a group with a backend for the CPU"):
             dist.monitored_barrier(await _on_a_gpu(pg))
+
+
+async def test_single_tensors_under_newer_names() -> None:
+    async def body(rank: int) -> None:
+        part, whole = torch.full((2,), float(rank)), torch.empty(6)
+        await dist.all_gather_single(whole, part)
+        assert whole.tolist() == [0, 0, 1, 1, 2, 2]
+        await dist.reduce_scatter_single(part, whole)
+        assert part.tolist() == [3.0 * rank] * 2
+        for call in (dist.gather_single, dist.gather_into_tensor):
+            whole.zero_()
+            await call(part, whole if rank == 1 else None, 1)
+            assert whole.tolist() == ([0, 0, 3, 3, 6, 6] if rank == 1 else [0] * 6)
+        if rank == 0:
+            with pytest.raises(ValueError, match="gather_tensor must be given on the root, got None"):
+                dist.gather_single(part)
+
+    await run_ranks(3, body)
+
+
+async def test_the_timeout_of_a_barrier() -> None:
+    async def body(rank: int) -> None:
+        await dist.barrier(timeout=timedelta(seconds=30))
+        with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, got 3"):
+            dist.barrier(timeout=3)  # type: ignore[arg-type]
+        if rank == 0:
+            with pytest.raises(CollectiveTimeoutError, match=r"timeout 0.2 s.*not arrived: ranks \[1\]"):
+                await dist.barrier(timeout=timedelta(seconds=0.2))
+            with pytest.raises(CollectiveTimeoutError):
+                dist.barrier()
+
+    await run_ranks(2, body)

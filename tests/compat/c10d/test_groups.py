@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asynccomm.compat.c10d as dist
-from asynccomm import BackendError, ClosedError, Comm, CommOptions
+from asynccomm import BackendError, ClosedError, Comm, CommOptions, MemoryStore
 from asynccomm.compat.c10d import groups
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from tests.compat.c10d.worlds import alone, run_ranks
@@ -22,7 +22,7 @@ OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 
 
 def test_arguments() -> None:
-    names = "ranks timeout backend pg_options use_local_synchronization group_desc device_id"
+    names = "ranks timeout backend pg_options use_local_synchronization group_desc device_id sort_ranks"
     assert list(inspect.signature(dist.new_group).parameters) == names.split()
 
 
@@ -436,3 +436,60 @@ async def test_of_several_backends_all_or_none(how: str, monkeypatch: pytest.Mon
     (comm,) = made
     with pytest.raises(ClosedError):
         comm.barrier()
+
+
+async def test_a_group_in_the_order_of_its_ranks() -> None:
+    async def body(rank: int) -> None:
+        pg = await dist.new_group([2, 0, 1], sort_ranks=False)
+        assert dist.get_process_group_ranks(pg) == [2, 0, 1]
+        assert dist.get_rank(pg) == {2: 0, 0: 1, 1: 2}[rank]
+        whole = torch.empty(3)
+        await dist.all_gather_single(whole, torch.tensor([float(rank)]), pg)
+        assert whole.tolist() == [2, 0, 1]
+        tensor = torch.tensor([rank])
+        await dist.broadcast(tensor, 1, pg)
+        assert tensor.tolist() == [1]
+
+    await run_ranks(3, body)
+
+
+async def test_a_split_has_the_backend_of_its_parent() -> None:
+    async def body(rank: int) -> None:
+        with pytest.raises(ValueError, match="backend must be that of the parent, 'loopback', or None, got 'gloo'"):
+            await dist.split_group(split_ranks=[[0, 1]], backend="gloo")
+        pg = await dist.split_group(split_ranks=[[0, 1]], backend="loopback")
+        assert dist.get_world_size(pg) == 2
+
+    await run_ranks(2, body)
+
+
+async def test_a_second_world_in_a_store() -> None:
+    """As programs make it that have trainers and servers: with or without a default group."""
+    store = MemoryStore()
+
+    async def one(rank: int) -> None:
+        with dist.use_world(dist.World()):
+            pg, own = await dist._new_process_group_helper(2, rank, [], "loopback", store, "trainers and servers")
+            dist._world.pg_group_ranks[pg] = {0: 0, 1: 1}
+            tensor = torch.tensor([rank + 1])
+            await dist.all_reduce(tensor, group=pg)
+            assert tensor.tolist() == [3]
+            await dist.broadcast(tensor.fill_(rank), 1, pg)
+            assert tensor.tolist() == [1]
+            await own.set(f"here {rank}", b"1")
+            with pytest.raises(ValueError, match="there is a group of the name 'trainers and servers' already"):
+                await dist._new_process_group_helper(2, rank, [], "loopback", store, "trainers and servers")
+            await asyncio.gather(*(comm.aclose() for comm in pg.comms))
+
+    await asyncio.gather(one(0), one(1))
+    with dist.use_world(dist.World()):
+        for size, rank, ranks, text in (
+            (2, 2, [], r"group_rank must be in \[0, 2\), got 2"),
+            (2, 0, [5], r"global_ranks_in_group must have 2 ranks or none, got \[5\]"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                await dist._new_process_group_helper(size, rank, ranks, "loopback", store, "x")
+        with pytest.raises(NotImplementedError, match="enable_reconfigure is not supported"):
+            await dist._new_process_group_helper(1, 0, [], "loopback", store, "x", enable_reconfigure=True)
+        with pytest.raises(NotImplementedError, match=r"use Comm.reconfigure or Comm.shrink"):
+            await dist.init_process_group("loopback", store=store, rank=0, world_size=1, enable_reconfigure=True)

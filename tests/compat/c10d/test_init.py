@@ -32,7 +32,8 @@ def fresh() -> Any:
 
 def test_arguments() -> None:
     names = (
-        "backend init_method timeout world_size rank store group_name pg_options device_id _ranks"  # in torch's order
+        "backend init_method timeout world_size rank store group_name pg_options device_id _ranks "  # in torch's order
+        "enable_reconfigure"
     )
     assert list(inspect.signature(dist.init_process_group).parameters) == names.split()
 

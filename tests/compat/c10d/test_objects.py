@@ -15,12 +15,12 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from tests.compat.c10d.worlds import alone, run_ranks
 
 ARGUMENTS = {
-    "all_gather_object": "object_list obj group",
-    "gather_object": "obj object_gather_list dst group group_dst",
-    "send_object_list": "object_list dst group device group_dst use_batch",
-    "recv_object_list": "object_list src group device group_src use_batch",
-    "broadcast_object_list": "object_list src group device group_src",
-    "scatter_object_list": ("scatter_object_output_list scatter_object_input_list src group group_src"),
+    "all_gather_object": "object_list obj group weights_only",
+    "gather_object": "obj object_gather_list dst group group_dst weights_only",
+    "send_object_list": "object_list dst group device group_dst use_batch weights_only",
+    "recv_object_list": "object_list src group device group_src use_batch weights_only",
+    "broadcast_object_list": "object_list src group device group_src weights_only",
+    "scatter_object_list": ("scatter_object_output_list scatter_object_input_list src group group_src weights_only"),
 }
 
 
@@ -181,3 +181,28 @@ async def test_devices_of_objects() -> None:
         assert dist._get_object_coll_device(empty) == "cpu"
         with pytest.warns(FutureWarning), pytest.raises(RuntimeError, match="no default device"):
             dist._get_pg_default_device(empty)
+
+
+async def test_safe_objects_on_request() -> None:
+    async def body(rank: int) -> None:
+        room: list[Any] = [None] * 2
+        await dist.all_gather_object(room, {"rank": rank}, weights_only=True)
+        assert room == [{"rank": 0}, {"rank": 1}]
+        for call in (
+            lambda: dist.all_gather_object(room, Thing(rank), weights_only=True),
+            lambda: dist.gather_object(Thing(rank), room if rank == 0 else None, weights_only=True),
+            lambda: dist.send_object_list([Thing(rank)], 1 - rank, weights_only=True),
+        ):
+            with pytest.raises(TypeError, match="Thing"):
+                await call()
+        if rank == 0:
+            with pytest.raises(TypeError, match="Thing"):
+                await dist.broadcast_object_list([Thing(0)], 0, weights_only=True)
+            with pytest.raises(TypeError, match="Thing"):
+                await dist.scatter_object_list([None], [Thing(0), Thing(1)], 0, weights_only=True)
+            await dist.send_object_list([Thing(0)], 1)
+        else:
+            with pytest.raises(PayloadError):
+                await dist.recv_object_list([None], 0, weights_only=True)
+
+    await run_ranks(2, body)

@@ -112,3 +112,10 @@ def test_supports_complex(kind: str) -> None:
     assert dist.supports_complex(member) == expected
     assert dist.supports_complex(dist.ReduceOp(member)) == expected
     assert dist.supports_complex(getattr(asynccomm.ReduceOp, kind)) == expected
+
+
+def test_stores_and_errors_of_torch_distributed() -> None:
+    for name in ("TCPStore", "FileStore", "HashStore", "DistError", "DistBackendError", "DistNetworkError"):
+        assert getattr(dist, name) is getattr(torch.distributed, name)
+        assert name not in dist.__all__
+    assert dist.is_available()

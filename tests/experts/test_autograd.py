@@ -1,0 +1,185 @@
+"""A mixture of experts trained on several ranks equals the one trained by a single process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asynccomm import Comm, PayloadError, Routing, WouldBlockError, experts
+from asynccomm.testing import loopback_world
+
+WIDTH, EXPERTS, CHOSEN = 4, 5, 2
+
+
+class Mixture(nn.Module):
+    """A router and some of the experts; all of them where there is no comm."""
+
+    def __init__(self, comm: Comm | None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.router = nn.Linear(WIDTH, EXPERTS, dtype=torch.float64)
+        every = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(EXPERTS)]
+        self.comm = comm
+        mine = range(EXPERTS) if comm is None else experts.local_experts(comm, EXPERTS)
+        self.experts = nn.ModuleDict({str(number): every[number] for number in mine})
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.first(tokens)
+        weights, ids = self.router(hidden).softmax(-1).topk(CHOSEN)
+        return hidden, weights, ids
+
+    async def forward(self, tokens: Tensor) -> Tensor:
+        assert self.comm is not None
+        hidden, weights, ids = self.route(tokens)
+        sent = await experts.dispatch(self.comm, hidden, Routing(ids, EXPERTS, weights))
+        parts = zip(self.experts.values(), sent.hidden.split(sent.expert_counts), strict=True)
+        return await experts.combine(self.comm, torch.cat([expert(rows).tanh() for expert, rows in parts]), sent)
+
+    async def forward_on_all(self, tokens: Tensor) -> Tensor:
+        """Every rank gets all tokens, and computes those of its experts."""
+        assert self.comm is not None
+        hidden, weights, ids = self.route(tokens)
+        sent = await experts.dispatch(self.comm, hidden, extras=[weights, ids])
+        weights, ids = sent.extras
+        total = torch.zeros_like(sent.hidden)
+        for number, expert in self.experts.items():
+            factor = ((ids == int(number)) * weights).sum(1, keepdim=True)
+            total = total + expert(sent.hidden).tanh() * factor
+        return await experts.combine(self.comm, total, sent)
+
+    def whole(self, tokens: Tensor) -> Tensor:
+        """The same by one process, token by token."""
+        hidden, weights, ids = self.route(tokens)
+        rows = [
+            sum(w * self.experts[str(int(number))](token).tanh() for w, number in zip(weight, chosen, strict=True))
+            for token, weight, chosen in zip(hidden, weights, ids, strict=True)
+        ]
+        return torch.stack(rows) if rows else hidden
+
+
+def batch(rank: int, step: int) -> Tensor:
+    tokens = (0, 7, 4, 1)[(rank + step) % 4]
+    return torch.randn(tokens, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+async def train(comm: Comm, form: Callable[[Mixture, Tensor], object]) -> None:
+    """Three steps by ``form`` on the ranks, and by one process on all their tokens."""
+    model, whole = Mixture(comm), Mixture(None)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, whole)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        result = await form(model, batch(comm.rank, step))  # type: ignore[misc]
+        await asyncio.to_thread(result.square().sum().backward)
+        for name in ("first", "router"):  # held by all ranks, each with its own tokens
+            for parameter in getattr(model, name).parameters():
+                await comm.all_reduce(parameter.grad)
+        results = [whole.whole(batch(rank, step)) for rank in range(comm.size)]
+        torch.testing.assert_close(result, results[comm.rank])
+        torch.cat(results).square().sum().backward()
+        found = dict(whole.named_parameters())
+        for name, parameter in model.named_parameters():
+            expected = found[name].grad if found[name].grad is not None else torch.zeros_like(parameter)
+            torch.testing.assert_close(parameter.grad, expected, msg=lambda text, name=name: f"{name}: {text}")
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.ranks([2, 4], backend=["shm", "gloo"])
+async def test_training_equals_one_process(comm: Comm) -> None:
+    await train(comm, Mixture.forward)
+    await train(comm, Mixture.forward_on_all)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+async def test_training_within_a_process(size: int) -> None:
+    async with loopback_world(size) as comms:
+        await asyncio.gather(*(train(comm, Mixture.forward) for comm in comms))
+        await asyncio.gather(*(train(comm, Mixture.forward_on_all) for comm in comms))
+
+
+async def test_gradients_of_extras_and_of_weights_by_finite_differences() -> None:
+    async with loopback_world(1) as (comm,):
+        ids = torch.tensor([[0, 1], [1, -1], [0, 0]])
+
+        def function(hidden: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
+            sent = experts.dispatch(comm, hidden, Routing(ids, 2, weights), [scales]).wait()
+            return experts.combine(comm, (sent.hidden * sent.extras[0]).sin(), sent).wait()
+
+        inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (3, 2), (3, 1))]
+        assert await asyncio.to_thread(torch.autograd.gradcheck, function, inputs)
+
+
+async def test_ranks_without_rows_take_part_in_backward() -> None:
+    """All tokens go to rank 0, and only rank 0's expert computes; no rank's hidden states require a gradient."""
+
+    async def program(comm: Comm) -> None:
+        expert = nn.Linear(WIDTH, WIDTH)
+        sent = await experts.dispatch(comm, torch.ones(3, WIDTH), Routing(torch.zeros(3, 1, dtype=torch.long), 2))
+        rows = expert(sent.hidden) if comm.rank == 0 else sent.hidden.detach()
+        result = await experts.combine(comm, rows, sent)
+        await asyncio.to_thread(result.sum().backward)
+        await comm.barrier()  # all ranks have called the same collectives
+        assert (expert.bias.grad is not None) == (comm.rank == 0)
+        if expert.bias.grad is not None:
+            assert expert.bias.grad.tolist() == [6] * WIDTH
+
+    async with loopback_world(2) as comms:
+        await asyncio.gather(*(program(comm) for comm in comms))
+
+
+async def test_the_mode_at_the_call_decides() -> None:
+    async with loopback_world(1) as (comm,):
+        hidden, routing = torch.ones(2, 3, requires_grad=True), Routing(torch.tensor([[0], [0]]), 1)
+        with torch.no_grad():
+            work = experts.dispatch(comm, hidden, routing)
+        sent = await work
+        assert not sent.hidden.requires_grad
+        work = experts.dispatch(comm, hidden, routing)
+        with torch.inference_mode():
+            sent = await work
+        assert sent.hidden.requires_grad
+        with torch.no_grad():
+            result = experts.combine(comm, sent.hidden, sent)
+        assert not (await result).requires_grad
+        codes = torch.ones(2, 3, dtype=torch.float8_e4m3fn)
+        sent = await experts.dispatch(comm, codes, routing)
+        assert not sent.hidden.requires_grad, "float8 has no gradients"
+        assert sent.hidden.view(torch.uint8).equal(codes.view(torch.uint8))
+
+
+async def test_modes_that_differ_between_ranks_are_an_error() -> None:
+    routing = Routing(torch.tensor([[0]]), 2)
+    async with loopback_world(2) as (a, b):
+        with torch.no_grad():
+            works = [experts.dispatch(a, torch.ones(1, 3), routing)]
+        works.append(experts.dispatch(b, torch.ones(1, 3), routing))
+        for work in works:
+            with pytest.raises(PayloadError, match=r"rank \d sent a tensor that differs in dtype"):
+                await work
+
+
+async def test_backward_on_the_thread_of_an_event_loop_is_refused_before_anything_is_sent() -> None:
+    async with loopback_world(1) as (comm,):
+        hidden = torch.ones(2, 3, requires_grad=True)
+        sent = await experts.dispatch(comm, hidden, Routing(torch.tensor([[0], [0]]), 1))
+        total = (await experts.combine(comm, sent.hidden, sent)).sum()
+        with pytest.raises(WouldBlockError, match=r"use `await asyncio.to_thread\(loss.backward\)`"):
+            total.backward()
+        assert comm.statistics().submitted == 2
+
+
+async def test_arguments_are_checked_at_the_call() -> None:
+    async with loopback_world(1) as (comm,):
+        with pytest.raises(TypeError, match=r"hidden must be a torch.Tensor, got 3"):
+            experts.dispatch(comm, 3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"sent must be the result of dispatch\(\), got None"):
+            experts.combine(comm, torch.ones(1), None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"placement\[0\] must be a rank in \[0, 1\), got 1"):
+            experts.local_experts(comm, 1, [1])
+        assert experts.local_experts(comm, 3) == (0, 1, 2)
