@@ -112,7 +112,7 @@ def automatic_address(rank: int, members: Sequence[RankInfo]) -> LocalAddress | 
 
 
 def _towards_others(me: RankInfo, members: Sequence[RankInfo]) -> LocalAddress | None:
-    """The way out of a host whose store gives none: the store is on this host, or is a file."""
+    """The way out of a host where the store gives none: the store is on this host, or is a file."""
     for member in members:
         if member.address and member.network != me.network:
             address = address_towards(member.address, _ANY_PORT)
@@ -130,7 +130,7 @@ def _towards_others(me: RankInfo, members: Sequence[RankInfo]) -> LocalAddress |
 
 
 def advice() -> str:
-    """The end of an error about the address: what to set."""
+    """The end of an error about the address: the variable to set, and its choices."""
     found = reachable_addresses()
     if not found:
         return "no interface of this host has an address that other hosts could reach"

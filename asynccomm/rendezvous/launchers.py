@@ -120,7 +120,7 @@ def on_one_host(launcher: Launcher, environ: Mapping[str, str]) -> bool:
 def job_name(launcher: Launcher, proc: Path = Path("/proc")) -> str:
     """A name that all ranks of this MPI job on this host have, and no other job: from the process that started them.
 
-    That is the nearest ancestor whose environment has no rank: between it and a rank there may be shells. An
+    That is the nearest ancestor without a rank in its environment: between it and a rank there may be shells. An
     environment that cannot be read is of another user, and so of no rank.
     """
     pid = os.getpid()

@@ -1,4 +1,4 @@
-"""Ranks of one host find the port of their store by a local socket whose name they all have.
+"""Ranks of one host find the port of their store by a local socket; all ranks have its name.
 
 The socket is an abstract one: it has no file, and ends with its process. Both sides check the user of the other.
 """
