@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.hosts import Host
+from tests.hosts import ROOT, Host
 
 PROGRAM = "tests/many_hosts/program.py"
 PORT = 29500
@@ -66,11 +66,13 @@ class Job:
         self._folder = folder
         self._ranks: list[Rank] = []
 
-    def start(self, host: Host, *arguments: str, environment: Mapping[str, str] | None = None) -> Rank:
+    def start(
+        self, host: Host, *arguments: str, environment: Mapping[str, str] | None = None, directory: Path = ROOT
+    ) -> Rank:
         """A process with these arguments of Python."""
         path = self._folder / f"output{len(self._ranks)}"
         with path.open("wb") as output:
-            process = host.start(*arguments, environment=environment, output=output)
+            process = host.start(*arguments, environment=environment, output=output, directory=directory)
         self._ranks.append(Rank(host, path, process))
         return self._ranks[-1]
 
