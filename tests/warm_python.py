@@ -13,6 +13,7 @@ commands with options like ``-X dev``.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import fcntl
@@ -272,14 +273,16 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     os.environ.update(order.environment)
     kind, *rest = order.arguments
     subprocess.Popen, util.spawnv_passfds = _real_popen, _real_spawnv_passfds  # type: ignore
+    if order.prepare is not None:  # first, so that it holds for a server of this process, too
+        module, code, values = order.prepare
+        cells = tuple(map(types.CellType, values))
+        # a function of a module that is not imported here uses no globals
+        globals_there = vars(sys.modules.get(module, builtins))
+        types.FunctionType(marshal.loads(code), globals_there, closure=cells)()
     if _starts_python(kind, rest):
         _server = _forked_server()
         _real_once.clear()
         subprocess.Popen, util.spawnv_passfds, os.execv = Popen, _spawnv_passfds, _execv  # type: ignore
-    if order.prepare is not None:
-        module, code, values = order.prepare
-        cells = tuple(map(types.CellType, values))
-        types.FunctionType(marshal.loads(code), vars(sys.modules[module]), closure=cells)()
     status = _status_of_main(kind, rest)
     if order.finalize:
         sys.exit(status)

@@ -140,8 +140,10 @@ class RankInfo:
     """The identity that a rank sends to the others when it joins."""
 
     rank: int
-    host: str
+    host: str  #: its name; a number is added where several hosts have one name
     pid: int
+    network: str = ""  #: equal for ranks that reach each other by loopback
+    address: str = ""  #: that the ranks on other hosts reach; empty: they are all on one host
 
 
 class Announcements(Protocol):

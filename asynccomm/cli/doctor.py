@@ -28,7 +28,8 @@ from asynccomm.version import __version__
 
 _DESCRIPTION = """\
 Look at what asynccomm needs here: Python, torch, CUDA, NCCL, devices, shared memory, limits, CPUs, the host's name, and
-which backends "auto" takes. Prints a report; the exit code is 1 if something is seriously wrong, else 0.
+which backends "auto" takes; with --store, also the address and the interface that it takes between hosts. Prints a
+report; the exit code is 1 if something is seriously wrong, else 0.
 """
 
 RESOLVE_SECONDS: Final = 1.0  # a slower name lookup is reported
@@ -414,6 +415,11 @@ def _chosen(registry: Any, torch: Any, kind: str) -> tuple[str, bool]:
     return text, usable
 
 
+def _way(host: str, port: int, system: SystemInfo) -> Section:
+    facts, problem = system.module("asynccomm.cli.way").find_way(host, port, system.environ)
+    return Section(facts, [CheckWarning(problem, serious=True)] if problem else [])
+
+
 PROBES: Final[Mapping[str, Callable[[SystemInfo], Section]]] = {
     "python": _python,
     "torch": _torch,
@@ -506,13 +512,22 @@ def add_command(commands: Commands) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="asynccomm doctor [--json]",
+        usage="asynccomm doctor [--json] [--store tcp://HOST:PORT]",
     )
+    store = "the place where ranks of several hosts meet: says which address this host would use"
+    parser.add_argument("--store", metavar="tcp://HOST:PORT", help=store)
     parser.add_argument("--json", action="store_true", help="print the report for machines")
     parser.set_defaults(command=_doctor, parser=parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    report = examine(SystemInfo())
+    probes = dict(PROBES)
+    if arguments.store is not None:
+        try:
+            host, port = import_module("asynccomm.cli.way").store_address(arguments.store)
+        except ValueError as exc:
+            arguments.parser.error(f"argument --store: {exc}")
+        probes["way_to_the_store"] = partial(_way, host, port)
+    report = examine(SystemInfo(), probes)
     print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if arguments.json else as_text(report))
     return 0 if report.ok else 1

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import final
 
 from asynccomm.core.exit_records import VARIABLE
 
 NEWCOMER = "ASYNCCOMM_NEWCOMER"  # set for a rank that takes the place of a lost rank: the number of the restart
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The place of a rank in its run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    port: int  #: of the store
+    host: str = "127.0.0.1"  #: of the store
+    node: int = 0
+    nodes: int = 1
+
+
 def rank_environment(
-    base: Mapping[str, str], rank: int, size: int, port: int, run_id: str, threads: str, exits: str, restart: int = 0
+    base: Mapping[str, str], place: Placement, run_id: str, threads: str, exits: str, restart: int = 0
 ) -> dict[str, str]:
-    """The environment of one rank: ``base`` and the variables that torchrun sets for a job on one host.
+    """The environment of one rank: ``base`` and the variables that torchrun sets.
 
     Args:
         base: the launcher's own environment.
-        port: the store's port on 127.0.0.1.
         run_id: distinguishes this run from others that use the same store.
         threads: OMP_NUM_THREADS.
         exits: the path of the launcher's exit records.
@@ -24,17 +40,17 @@ def rank_environment(
     """
     environment = {
         **base,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.nodes),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.size),
+        "MASTER_ADDR": place.host,
+        "MASTER_PORT": str(place.port),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

@@ -7,6 +7,7 @@ The run ends when all ranks have ended. It ends early on
     a signal               passed on to the ranks, which have ``grace`` seconds, then SIGKILL; on a second signal
                            SIGKILL at once
     a lost store           as a rank that fails
+    another node           that fails, is lost, or gets a signal: see ``nodes``
 
 An elastic run goes on after a rank has failed, as long as ``min_ranks`` are left. A newcomer takes the place of the
 lost rank, as often as ``restarts`` allows; its environment says so.
@@ -29,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from asynccomm.cli.environment import rank_environment
+from asynccomm.cli.environment import Placement, rank_environment
 from asynccomm.cli.exit_status import culprit, excerpt, exit_code
+from asynccomm.cli.nodes import End, NodeOptions, Nodes, Plan
 from asynccomm.cli.processes import Child, spawn
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
 from asynccomm.core.exit_records import ExitRecords, describe_exit
@@ -59,14 +61,19 @@ class LaunchOptions:
     elastic: bool = False
     min_ranks: int = 1  #: that an elastic run needs
     restarts: int = 0  #: in all, of an elastic run
+    nodes: NodeOptions | None = None  #: None: all ranks are on this node
 
 
-async def launch(options: LaunchOptions, listening: socket.socket) -> int:
-    """Run all ranks, with their store on ``listening``; return the exit code for the shell.
+async def launch(options: LaunchOptions, listening: socket.socket | None) -> int:
+    """Run all ranks of this node, with the store on ``listening``; return the exit code for the shell.
+
+    Args:
+        listening: None: another node hosts the store.
 
     Call on the main thread, and with no other thread running: see ``processes``.
 
-    Raises: OSError when a process or log file cannot be made; no process is left running then.
+    Raises: OSError when a process or log file cannot be made, RendezvousError when nodes do not meet. Neither leaves
+    a process running.
     """
     return await Launch(options, Terminal()).run(listening)
 
@@ -95,26 +102,27 @@ class Launch:
         self._first: LaunchedRank | None = None  # the rank that ended the run, or was the first to fail
         self._restarts = 0
         self._exits = ExitRecords()
-        self._port = 0
+        self._host, self._port = "127.0.0.1", 0  # of the store
+        self._nodes: Nodes | None = None
+        self._elsewhere: End | None = None  # why another node has ended the run
+        self._plan = Plan(options.run_id, [options.size])
+        self._node = 0 if options.nodes is None else options.nodes.number
         self._signal: signal.Signals | None = None
         self._ended_by_us = False  # exit codes from here on are the launcher's doing
         self._ending = asyncio.Event()
         self._hurry = asyncio.Event()  # set: no more grace
 
-    async def run(self, listening: socket.socket) -> int:
+    async def run(self, listening: socket.socket | None) -> int:
         with self._handling_signals():
             try:
-                with listening:
-                    self._spawn(listening)
-                ranks = asyncio.gather(*map(self._watch, self._ranks))
-                store = asyncio.create_task(self._watch_store())
-                await _either(ranks, self._ending)
-                if self._ending.is_set():
-                    await self._end(ranks)
-                await ranks
-                store.cancel()
+                with listening or contextlib.nullcontext():
+                    await self._start(listening)
+                if not self._ending.is_set() or self._ranks:
+                    await self._run_ranks()
             finally:
                 self._kill()
+                if self._nodes is not None:
+                    self._nodes.close()
             code = self._report()
             self._ending.set()  # a signal from here on ends the wait for the terminal
             timeout = None if self._signal is None else DRAIN_SECONDS
@@ -123,22 +131,49 @@ class Launch:
 
     # -- starting
 
-    def _spawn(self, listening: socket.socket) -> None:
-        self._port = listening.getsockname()[1]
-        for number in range(self._options.size):
-            self._ranks.append(self._spawn_rank(number))
-        self._store = self._spawn_store(listening.fileno())
+    async def _start(self, listening: socket.socket | None) -> None:
+        """Start the store and, once all nodes are there, the ranks."""
+        nodes = self._options.nodes
+        if nodes is None:
+            assert listening is not None
+            self._port = listening.getsockname()[1]
+            self._spawn_ranks()  # first: the store takes longer
+            self._store = self._spawn_store(listening.fileno())
+            return
+        self._host, self._port = nodes.host, nodes.port
+        self._nodes = Nodes(nodes, self._options.size, self._options.run_id, self._on_end)
+        if listening is not None:
+            self._store = self._spawn_store(listening.fileno())
+        meeting = asyncio.create_task(self._nodes.meet())
+        await _either(meeting, self._ending)
+        if self._ending.is_set():
+            meeting.cancel()
+            await asyncio.gather(meeting, return_exceptions=True)
+        else:
+            self._plan = meeting.result()
+            self._spawn_ranks()
+
+    def _spawn_ranks(self) -> None:
+        first = self._plan.first(self._node)
+        for number in range(first, first + self._options.size):
+            rank = self._spawn_rank(number)
+            self._ranks.append(rank)
+            if self._store is not None:
+                self._store.child.tell(b"+%d\n" % rank.child.pid)
 
     def _spawn_rank(self, number: int, restart: int = 0) -> LaunchedRank:
-        options, terminal = self._options, self._terminal
-        size, run_id, threads = options.size, options.run_id, options.threads
+        options, terminal, plan = self._options, self._terminal, self._plan
+        local = number - plan.first(self._node)
         log = None if options.log_dir is None else LogFile(options.log_dir / log_name(number, restart), terminal)
         prefix = f"[{number}] ".encode() if options.prefix else b""
+        place = Placement(
+            number, sum(plan.sizes), local, options.size, self._port, self._host, self._node, len(plan.sizes)
+        )
         child = spawn(
             options.command,
-            rank_environment(os.environ, number, size, self._port, run_id, threads, self._exits.path, restart),
+            rank_environment(os.environ, place, plan.run_id, options.threads, self._exits.path, restart),
             stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: ranks split no line
-            cpus=options.cpus[number] if options.cpus else frozenset(),
+            cpus=options.cpus[local] if options.cpus else frozenset(),
         )
         output = RankOutput(terminal, number, prefix, log, options.tee or log is None)
         output.attach(child.stdout, child.stderr)
@@ -162,6 +197,33 @@ class Launch:
 
     # -- running
 
+    async def _run_ranks(self) -> None:
+        ranks = asyncio.gather(*map(self._watch, self._ranks))
+        store = asyncio.create_task(self._watch_store())
+        finished = asyncio.create_task(self._finish(ranks))
+        await _either(finished, self._ending)
+        if self._ending.is_set():
+            await self._end(ranks)
+        await ranks
+        finished.cancel()
+        store.cancel()
+
+    async def _finish(self, ranks: asyncio.Future[list[None]]) -> None:
+        """Wait for the ranks here, and for those of the other nodes."""
+        await asyncio.shield(ranks)
+        if self._nodes is not None and not self._ending.is_set():
+            await self._nodes.finish()
+
+    def _on_end(self, end: End) -> None:
+        """End the run for a reason on another node."""
+        if self._ending.is_set():
+            return
+        self._elsewhere = end
+        self._terminal.say(f"node {end.node}: {end.reason}; the run ends")
+        if end.signal:
+            self._send(signal.Signals(end.signal))
+        self._ending.set()
+
     async def _watch(self, rank: LaunchedRank) -> None:
         code = await rank.child.exited
         self._exits.add(rank.child.pid, code)
@@ -171,9 +233,10 @@ class Launch:
             rank.failure = code
             if self._options.elastic and not self._ending.is_set():
                 replaced = self._go_on_without(rank)
-            else:
+            elif self._elsewhere is None:
                 self._first = self._first or rank
                 self._ending.set()
+                self._tell_nodes(f"rank {rank.number} {describe_exit(code)}", exit_code(code))
         await rank.child.clear_group()
         rank.output.close()
         if self._store is not None:
@@ -203,18 +266,25 @@ class Launch:
         return replaced
 
     def _replace(self, lost: LaunchedRank) -> LaunchedRank:
-        newcomer = self._ranks[lost.number] = self._spawn_rank(lost.number, self._restarts)
+        newcomer = self._ranks[lost.number] = self._spawn_rank(lost.number, self._restarts)  # all are on this node
         assert self._store is not None
         self._store.child.tell(b"+%d\n" % newcomer.child.pid)
         return newcomer
 
+    def _tell_nodes(self, reason: str, code: int, number: int = 0) -> None:
+        if self._nodes is not None:
+            self._nodes.end(reason, code, number)
+
     async def _watch_store(self) -> None:
-        assert self._store is not None
+        if self._store is None:  # on another node, with which this node loses its launcher
+            return
         code = await self._store.child.exited
         self._store.output.close()
         if not self._ending.is_set():
             self._store.failure = code or 1
-            self._terminal.say(f"the process that hosts the store {describe_exit(code)}")
+            lost = f"the process that hosts the store {describe_exit(code)}"
+            self._terminal.say(lost)
+            self._tell_nodes(lost, 1)
             self._ending.set()
 
     def _poll_children(self) -> None:
@@ -244,6 +314,7 @@ class Launch:
         self._signal = self._signal or number
         self._terminal.tracebacks.interrupted = True
         self._send(number)
+        self._tell_nodes(f"the launcher got {number.name}", 128 + number, number)
         self._ending.set()
 
     # -- ending
@@ -284,12 +355,17 @@ class Launch:
         """Print the failure, if any; return the exit code."""
         failed = {rank.number: rank.output.tail.lines() for rank in self._ranks if rank.failure}
         if self._first is not None:
-            self._report_failure(self._ranks[culprit(self._first.number, failed)], len(failed))
+            self._report_failure(self._rank(culprit(self._first.number, failed)), len(failed))
         if self._signal is not None:
             return 128 + self._signal
         if self._first is not None:
-            return exit_code(self._ranks[culprit(self._first.number, failed)].failure)
+            return exit_code(self._rank(culprit(self._first.number, failed)).failure)
+        if self._elsewhere is not None:
+            return self._elsewhere.code
         return 1 if self._store is not None and self._store.failure else 0
+
+    def _rank(self, number: int) -> LaunchedRank:
+        return self._ranks[number - self._plan.first(self._node)]
 
     def _report_failure(self, rank: LaunchedRank, failed: int) -> None:
         others = f" ({failed - 1} other{'s' * (failed > 2)} failed after it)" if failed > 1 else ""

@@ -1,4 +1,4 @@
-"""``asynccomm run``: start a script on N ranks of this host."""
+"""``asynccomm run``: start a script on N ranks of this host, and on others together with their launchers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from asynccomm.cli.environment import cpu_sets
 from asynccomm.cli.launch import GRACE_SECONDS, LaunchOptions, launch
+from asynccomm.cli.nodes import NodeOptions
+from asynccomm.errors import RendezvousError
 
 _DESCRIPTION = """\
-Run a script on N ranks of this host, with the environment that torchrun would give it.
+Run a script on N ranks of this node, with the environment that torchrun would give it.
 
     asynccomm run -n 4 train.py --lr 0.1
     asynccomm run -n 4 -m package.train --lr 0.1
+
+On several nodes, the same command runs on each of them; node 0 hosts the store:
+
+    asynccomm run --nodes 2 --node-rank 0 --store node0:29500 -n 4 train.py
+    asynccomm run --nodes 2 --node-rank 1 --store node0:29500 -n 4 train.py
 
 Each line that a rank prints is passed on with its rank in front. The first rank that fails ends the run: its error is
 printed once more at the end, and its exit code is the launcher's (128 + number when a signal killed it). Ctrl-C,
@@ -52,7 +60,7 @@ def add_command(commands: Commands) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="asynccomm run -n N [options] [-m] SCRIPT [ARGUMENT ...]",
+        usage="asynccomm run [--nodes N --node-rank K --store HOST:PORT] -n N [options] [-m] SCRIPT [ARGUMENT ...]",
     )
     _add_arguments(parser)
     parser.set_defaults(command=lambda arguments: _run(parser, arguments), parser=parser)
@@ -60,7 +68,11 @@ def add_command(commands: Commands) -> None:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-n", "--ranks", type=_at_least_one, required=True, metavar="N", help="number of ranks")
+    add("-n", "--ranks", type=_at_least_one, required=True, metavar="N", help="number of ranks on this node")
+    add("--nodes", type=_at_least_one, default=1, metavar="N", help="number of nodes, which all run this command")
+    add("--node-rank", type=_number, metavar="K", help="number of this node, from 0")
+    store = "where node 0 hosts the store, as all nodes reach it"
+    add("--store", type=_address, metavar="HOST:PORT", help=store)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     add("--master-port", type=_port, default=0, metavar="PORT", help="where the store listens (default: any free port)")
     add("--run-id", metavar="ID", help="name of the run, TORCHELASTIC_RUN_ID (default: random)")
@@ -81,12 +93,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     options = _options(parser, arguments)
+    nodes = options.nodes
+    where = ("127.0.0.1", arguments.master_port) if nodes is None else (nodes.host, nodes.port)
     try:
-        listening = _listen(arguments.master_port)
+        listening = None if nodes is not None and nodes.number > 0 else _listen(_host_to_listen_at(where[0]), where[1])
     except OSError as exc:
-        parser.error(f"argument --master-port: cannot listen at 127.0.0.1:{arguments.master_port}: {exc.strerror}")
+        name = "--master-port" if nodes is None else "--store"
+        parser.error(f"argument {name}: cannot listen at {where[0]}:{where[1]}: {exc.strerror}")
     try:
         return asyncio.run(launch(options, listening))
+    except RendezvousError as exc:
+        return _fail(parser, str(exc))
     except (OSError, subprocess.SubprocessError) as exc:
         return _fail(parser, f"cannot start the ranks: {exc}")
 
@@ -103,6 +120,7 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error("argument --min-ranks: needs --elastic")
     if arguments.min_ranks is not None and arguments.min_ranks > size:
         parser.error(f"argument --min-ranks: must be at most the number of ranks, {size}, got {arguments.min_ranks}")
+    nodes = _nodes(parser, arguments, elastic)
     cpus = os.sched_getaffinity(0)
     try:
         sets = cpu_sets(cpus, size, per_rank) if per_rank else []
@@ -126,18 +144,47 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         elastic=elastic,
         min_ranks=arguments.min_ranks or 1,
         restarts=arguments.restart or 0,
+        nodes=nodes,
     )
 
 
-def _listen(port: int) -> socket.socket:
+def _nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace, elastic: bool) -> NodeOptions | None:
+    """The place of this node; None: the only one."""
+    count, number = arguments.nodes, arguments.node_rank
+    if count == 1 and number in (None, 0) and arguments.store is None:
+        return None
+    if arguments.store is None:
+        parser.error("argument --nodes: needs --store, where node 0 hosts the store")
+    if number is None and count > 1:
+        parser.error("argument --nodes: needs --node-rank, the number of this node")
+    if number is not None and number >= count:
+        parser.error(f"argument --node-rank: must be below the number of nodes, {count}, got {number}")
+    if elastic:
+        parser.error("arguments --elastic and --restart: a run on several nodes cannot go on without a rank")
+    if arguments.master_port:
+        parser.error("argument --master-port: the port is in --store")
+    host, port = arguments.store
+    return NodeOptions(number or 0, count, host, port)
+
+
+def _host_to_listen_at(host: str) -> str:
+    """All interfaces, since other hosts may resolve the name to another one than this host; loopback if it is named."""
+    if host == "localhost" or host.startswith("127."):
+        return "127.0.0.1"
+    if host == "::1":
+        return host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def _listen(host: str, port: int) -> socket.socket:
     """Claim the port before any rank starts; ranks that connect before the store takes over wait in the backlog.
 
     Not ``store.server.listen``, because that module imports torch.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", port))
+        sock.bind((host, port))
         sock.listen(512)
     except OSError:
         sock.close()
@@ -158,6 +205,23 @@ def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
     return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 0, got {text!r}")
+    return int(text)
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        url = urlsplit(f"//{text}")
+        host, port = url.hostname, url.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, got {text!r}")
+    return host, port
 
 
 def _port(text: str) -> int:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import final
 
+import anyio.to_thread
+
+from asynccomm.backends.addresses import choose_address
 from asynccomm.backends.base import Backend
 from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
-from asynccomm.control.transport.schema import dumps, loads
+from asynccomm.control.transport.schema import Message, dumps, loads
 from asynccomm.control.transport.sockets import ListeningSockets
-from asynccomm.control.transport.topology import RankAddress
+from asynccomm.control.transport.topology import TEXT_CHARACTERS, RankAddress, Text
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.errors import StoreError
+from asynccomm.errors import BackendError, StoreError, StoreTimeoutError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
-from asynccomm.rendezvous.handshake import HandshakeResult, handshake
+from asynccomm.rendezvous.handshake import FAREWELL, HandshakeResult, handshake
 from asynccomm.rendezvous.job import STORE_HOST_KEY, CommIdentity, Job, JobOrigin, NameReservation
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
-from asynccomm.store.base import Store, address_towards
+from asynccomm.store.base import Store
 
 LEAST_SECONDS = 0.1  # the least time for each step, even past the deadline
 RETRY_SECONDS = 0.05  # between attempts of a rank that lost its store to reach a new one
@@ -64,7 +69,8 @@ async def bootstrap(
         room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
         if meeting.hosted is not None:
             await room.set(STORE_HOST_KEY, str(group.rank))
-        channel = None if sockets is None else await _open_channel(room, joined, sockets, start + limit)
+        joined = await _exchange_addresses(room, joined, sockets, group.rank, options, start + limit)
+        channel = None if sockets is None else await _open_channel(joined, sockets, start + limit)
         unless_met.pop_all()
     ranks = range(group.size)
     job = Job(world, group, room, meeting, channel, origin)
@@ -114,16 +120,57 @@ async def _join(
             return meeting, joined
 
 
-async def _open_channel(
-    room: Store, joined: HandshakeResult, sockets: ListeningSockets, deadline: float
-) -> ControlChannel | None:
-    """Open the control channel of the ranks that have met."""
-    contacts = joined.contacts
-    if len({member.host for member in joined.members}) > 1:
-        sockets.open_tcp(room.local_address() or address_towards(socket.gethostname(), 9) or "127.0.0.1")
-        await room.set(f"control/{sockets.contact.rank}", dumps(sockets.contact))
-        keys = [f"control/{contact.rank}" for contact in contacts]
-        said = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
-        contacts = [loads(RankAddress, text) for text in said]
+@final
+class _Way(Message, frozen=True):
+    """The message of one rank to the others, where ranks are on several hosts."""
+
+    address: Text = ""  #: that the others reach
+    problem: Text = ""  #: why there is none
+    contact: RankAddress | None = None  #: of its control channel
+
+
+async def _exchange_addresses(
+    room: Store,
+    joined: HandshakeResult,
+    sockets: ListeningSockets | None,
+    rank: int,
+    options: CommOptions,
+    deadline: float,
+) -> HandshakeResult:
+    """Tell the ranks on other hosts the address that leads here. Nothing happens where all ranks are on one host.
+
+    Raises: BackendError, on all ranks, if one of them has no such address.
+    """
+    members = joined.members
+    if len({member.host for member in members}) == 1:
+        return joined
+    try:
+        choice = await anyio.to_thread.run_sync(
+            choose_address, options.hints, os.environ, rank, members, abandon_on_cancel=True
+        )
+        if sockets is not None:
+            sockets.open_tcp(choice.address, members[rank].host)
+        mine = _Way(choice.address, contact=sockets and sockets.contact)
+    except (BackendError, OSError) as exc:
+        mine = _Way(problem=f"{exc}"[:TEXT_CHARACTERS])
+    await room.set(f"address/{rank}", dumps(mine))
     left = max(LEAST_SECONDS, deadline - time.monotonic())
-    return await ControlChannel.open(sockets.contact.rank, contacts, joined.tokens, sockets, left)
+    said = await room.multi_get([f"address/{each}" for each in range(len(members))], left)
+    ways: list[_Way] = [loads(_Way, text) for text in said]
+    if problem := next(
+        (f"rank {each} of {len(ways)}: {way.problem}" for each, way in enumerate(ways) if way.problem), ""
+    ):
+        await room.set(f"addresses read/{rank}", b"")
+        with contextlib.suppress(StoreTimeoutError):  # the store may end with this rank
+            await room.wait([f"addresses read/{each}" for each in range(len(ways))], FAREWELL)
+        raise BackendError(problem)
+    return joined._replace(
+        members=[replace(member, address=way.address) for member, way in zip(members, ways, strict=True)],
+        contacts=[way.contact for way in ways if way.contact is not None],
+    )
+
+
+async def _open_channel(joined: HandshakeResult, sockets: ListeningSockets, deadline: float) -> ControlChannel | None:
+    """Open the control channel of the ranks that have met."""
+    left = max(LEAST_SECONDS, deadline - time.monotonic())
+    return await ControlChannel.open(sockets.contact.rank, joined.contacts, joined.tokens, sockets, left)

@@ -30,6 +30,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Final, NamedTuple, TypeAlias, cast, final
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from asynccomm.backends.base import RankInfo
 from asynccomm.control.transport.connection import Tokens
@@ -47,6 +48,7 @@ from asynccomm.control.transport.topology import RankAddress, Text
 from asynccomm.core.hosts import host_name
 from asynccomm.errors import RendezvousError, StoreTimeoutError
 from asynccomm.store.base import Store
+from asynccomm.store.routes import is_reachable, network_id
 from asynccomm.version import __version__
 
 FIRST_LOOK = 0.05  # seconds until a rank without an answer checks for a newer epoch; doubles up to LAST_LOOK
@@ -84,6 +86,8 @@ class Member(Message, frozen=True):
     rank: Rank
     host: Text
     pid: int
+    network: Text  #: equal for ranks that reach each other by loopback
+    address: Text = ""  #: of the interface that leads to the store; empty: other hosts could not reach it
     contact: RankAddress | None = None  #: of its control channel; None: the rank has none
 
     def __post_init__(self) -> None:
@@ -98,6 +102,8 @@ class _Hello(_VersionedHello, frozen=True):
     ordering: Text
     host: Text
     pid: int
+    network: Text
+    address: Text = ""
     contact: RankAddress | None = None
 
     def __post_init__(self) -> None:
@@ -107,7 +113,7 @@ class _Hello(_VersionedHello, frozen=True):
 
     @property
     def member(self) -> Member:
-        return Member(self.rank, self.host, self.pid, self.contact)
+        return Member(self.rank, self.host, self.pid, self.network, self.address, self.contact)
 
 
 @final
@@ -152,7 +158,20 @@ async def handshake(
     Raises: RendezvousError naming the missing ranks or the mismatch, on all ranks that have arrived so far.
     """
     host, pid, nonce = host_name(), os.getpid(), secrets.token_hex(8)
-    hello = _Hello(rank, nonce, __version__, size, backend, ordering, host, pid, contact)
+    address = store.local_address() or ""
+    hello = _Hello(
+        rank,
+        nonce,
+        __version__,
+        size,
+        backend,
+        ordering,
+        host,
+        pid,
+        network_id(),
+        address if is_reachable(address) else "",
+        contact,
+    )
     deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)
     if rank == 0:
@@ -185,7 +204,7 @@ async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeo
         problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
     if problem:
         raise await _reject(room, nonces, f"comm {name!r}: {problem}")
-    members, tokens = [hellos[rank].member for rank in range(size)], Tokens.random()
+    members, tokens = _with_distinct_hosts([hellos[rank].member for rank in range(size)]), Tokens.random()
     if size > MEMBERS_INLINE:
         await room.set("members", zlib.compress(dumps(members).encode(), 1))
     text = dumps(_Answer(members if size <= MEMBERS_INLINE else None, tokens))
@@ -197,10 +216,29 @@ async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeo
 def _joined(epoch: str, members: Sequence[Member], tokens: Tokens) -> HandshakeResult:
     return HandshakeResult(
         epoch,
-        [RankInfo(member.rank, member.host, member.pid) for member in members],
+        [RankInfo(each.rank, each.host, each.pid, each.network, each.address) for each in members],
         [member.contact for member in members if member.contact is not None],
         tokens,
     )
+
+
+def _with_distinct_hosts(members: Sequence[Member]) -> list[Member]:
+    """The members, with a number after the host's name where several hosts have one name, as containers may."""
+    networks: dict[str, list[str]] = {}
+    named = []
+    for member in members:
+        alike = networks.setdefault(member.host, [])
+        if member.network not in alike:
+            alike.append(member.network)
+        number = alike.index(member.network)
+        named.append(_on_host(member, f"{member.host}#{number + 1}") if number else member)
+    return named
+
+
+def _on_host(member: Member, host: str) -> Member:
+    """``member`` with the name that the ranks of the comm use for its host."""
+    contact = member.contact and replace(member.contact, host=host)
+    return replace(member, host=host, contact=contact)
 
 
 @final
@@ -372,6 +410,8 @@ def _checked(members: list[Member], mine: _Hello) -> list[Member]:
     """``members``, if they can be. Raises: MessageError."""
     if [member.rank for member in members] != list(range(mine.size)):
         raise MessageError(f"members must be ranks 0 to {mine.size - 1}, got {shown(members)}")
-    if members[mine.rank] != mine.member:
-        raise MessageError(f"members must have this rank's {mine.member}, got {members[mine.rank]}")
+    found = members[mine.rank]
+    renamed = found.host.startswith(f"{mine.host}#") and found == _on_host(mine.member, found.host)
+    if found != mine.member and not renamed:
+        raise MessageError(f"members must have this rank's {mine.member}, got {found}")
     return members

@@ -19,7 +19,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 from weakref import WeakValueDictionary
 
@@ -207,7 +207,7 @@ class CommIdentity:
 
     def members_of(self, ranks: Sequence[int]) -> list[RankInfo]:
         """The members with these ``ranks``, renumbered from 0."""
-        return [RankInfo(new, self.members[old].host, self.members[old].pid) for new, old in enumerate(ranks)]
+        return [replace(self.members[old], rank=new) for new, old in enumerate(ranks)]
 
     def free_name(self) -> None:
         """Make the name available to another comm. From any thread."""

@@ -1,6 +1,7 @@
 """The rendezvous of a rank, from a URL, the environment, or a given store.
 
-    env://                            RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as launchers set them
+    env://                            RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as launchers set them, or the
+                                      variables of srun and mpirun (``launchers``)
     tcp://host:port?rank=0&world_size=2
     file:///path?rank=0&world_size=2  a file that all ranks see
 
@@ -15,7 +16,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import SupportsIndex, final
+from typing import Final, SupportsIndex, final
 from urllib.parse import SplitResult, parse_qs, urlsplit
 from weakref import WeakValueDictionary
 
@@ -23,10 +24,14 @@ import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import RendezvousError
+from asynccomm.rendezvous.launchers import SLURM, job_name, launcher_of, on_one_host, slurm_address, started_by
+from asynccomm.rendezvous.local_meeting import PortAnnouncer, find_port, meeting_name
 from asynccomm.store.base import Store
 from asynccomm.store.client import StoreClient
 from asynccomm.store.server import StoreServer, listen, serve
 from asynccomm.store.torch_store import TorchStore
+
+LOOPBACK: Final = "127.0.0.1"
 
 # One server per port and process, shared by all comms that meet there. Global, because the kernel's ports are.
 _hosted: WeakValueDictionary[tuple[str, int], StoreServer] = WeakValueDictionary()
@@ -45,6 +50,7 @@ class RendezvousSpec:
     path: str | None = None  #: of a file store
     host: str = ""
     port: int = 0
+    meeting: str = ""  #: the socket of this host that has the port, in place of a host and a port
     hosting: bool = False  #: whether this rank starts the server
     server: StoreServer | None = field(default=None, compare=False)  #: a server that lives as long as this spec
 
@@ -59,7 +65,7 @@ class RendezvousSpec:
         """An identity that distinguishes the rendezvous points of one process."""
         if self.store is not None:
             return id(self.store)
-        return self.path or (self.host, self.port, self.scope)
+        return self.path or self.meeting or (self.host, self.port, self.scope)
 
 
 @final
@@ -104,10 +110,7 @@ def resolve_spec(
         raise ValueError(f"store {store!r} may say rank and world_size, not {', '.join(sorted(unknown))}")
     where = _rank_and_size(rank, size, query, env)
     if url.scheme == "env":
-        host = _required(env, "MASTER_ADDR")
-        port = _port("MASTER_PORT", _required(env, "MASTER_PORT"))
-        agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
-        return RendezvousSpec(*where, scope, host=host, port=port, hosting=where[0] == 0 and not agent)
+        return _of_environment(where, scope, env)
     if url.scheme == "tcp":
         host, port = _address(url)
         return RendezvousSpec(*where, scope, host=host, port=port, hosting=where[0] == 0)
@@ -117,6 +120,21 @@ def resolve_spec(
             raise ValueError(f"store {store!r} must name an absolute path: file:///path")
         return RendezvousSpec(*where, scope, path=path)
     raise ValueError(f"store {store!r} must be env://, tcp://host:port or file:///path")
+
+
+def _of_environment(where: tuple[int, int], scope: str, env: Mapping[str, str]) -> RendezvousSpec:
+    """The rendezvous at MASTER_ADDR and MASTER_PORT, or at the place that the launcher's variables give."""
+    launcher = started_by(env)
+    host, port_text = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if launcher is not None and not (host and port_text):
+        if launcher is SLURM and (derived := slurm_address(env)) is not None:
+            host, port_text = host or derived[0], port_text or str(derived[1])
+        elif launcher is not SLURM and not host and not port_text and on_one_host(launcher, env):
+            return RendezvousSpec(*where, scope, meeting=meeting_name(job_name(launcher)), hosting=where[0] == 0)
+    host = host or _required(env, "MASTER_ADDR")
+    port = _port("MASTER_PORT", port_text or _required(env, "MASTER_PORT"))
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
+    return RendezvousSpec(*where, scope, host=host, port=port, hosting=where[0] == 0 and not agent)
 
 
 async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
@@ -131,7 +149,10 @@ async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
         return StoreSession(TorchStore(file, timeout), owned=True)
     hosted = await anyio.to_thread.run_sync(_host, place, abandon_on_cancel=True) if place.hosting else None
     try:
-        client = await StoreClient.connect(place.host, place.port, timeout=timeout)
+        host, port = place.host, place.port
+        if place.meeting:
+            host, port = LOOPBACK, await find_port(place.meeting, timeout) if hosted is None else hosted.port
+        client = await StoreClient.connect(host, port, timeout=timeout)
     except BaseException:
         if hosted is not None:
             hosted.release()
@@ -151,14 +172,29 @@ def _file_store(path: str, size: int) -> dist.FileStore:
 
 def _host(place: RendezvousSpec) -> StoreServer:
     """This process's server at the spec's address; blocks for some milliseconds."""
-    address = (place.host, place.port)
+    address = (place.meeting or place.host, place.port)
     with _hosting:  # two comms may arrive at once, also from two loops
         hosted = _hosted.get(address)
-        if hosted is None or not hosted.acquire():
+        if hosted is not None and hosted.acquire():
+            return hosted
+        if place.meeting:
+            hosted = _announced(place.meeting)
+        else:
             local = place.host == "localhost" or place.host.startswith("127.") or place.host == "::1"
             # other hosts may resolve the name to another interface than this host: listen on all, unless it is loopback
             hosted = serve(place.host, listen(place.host if local else "", place.port))
-            _hosted[address] = hosted
+        _hosted[address] = hosted
+    return hosted
+
+
+def _announced(meeting: str) -> StoreServer:
+    """A server at any port of this host, which the socket ``meeting`` announces."""
+    hosted = serve(LOOPBACK, listen(LOOPBACK, 0))
+    try:
+        hosted.on_end = PortAnnouncer(meeting, hosted.port).close
+    except OSError as exc:
+        hosted.release()
+        raise RendezvousError(f"cannot announce the store at the socket @{meeting}: {exc.strerror or exc}") from exc
     return hosted
 
 
@@ -172,14 +208,17 @@ def rehost(place: RendezvousSpec, address: str) -> RendezvousSpec:
     hosted = serve(address, listen(address, 0))
     with _hosting:
         _hosted[(hosted.host, hosted.port)] = hosted
-    return replace(place, store=None, path=None, host=hosted.host, port=hosted.port, hosting=True, server=hosted)
+    nowhere = replace(place, store=None, path=None, meeting="")
+    return replace(nowhere, host=hosted.host, port=hosted.port, hosting=True, server=hosted)
 
 
 def _rank_and_size(
     rank: SupportsIndex | None, size: SupportsIndex | None, query: Mapping[str, str], env: Mapping[str, str]
 ) -> tuple[int, int]:
-    my_rank = _number("rank", rank, query, "rank", env, "RANK")
-    my_size = _number("size", size, query, "world_size", env, "WORLD_SIZE")
+    launcher = launcher_of(env)
+    names = ("RANK", "WORLD_SIZE") if launcher is None else (launcher.rank, launcher.size(env))
+    my_rank = _number("rank", rank, query, "rank", env, names[0])
+    my_size = _number("size", size, query, "world_size", env, names[1])
     if my_size[0] < 1:
         raise ValueError(f"{my_size[1]} must be at least 1, got {my_size[0]}")
     if not 0 <= my_rank[0] < my_size[0]:
@@ -213,12 +252,18 @@ def _number(
 
 def _required(env: Mapping[str, str], name: str) -> str:
     value = env.get(name)
-    if not value:
+    if value:
+        return value
+    launcher = started_by(env)
+    if launcher is not None and launcher.flags and name.startswith("MASTER"):
         raise ValueError(
-            f"environment variable {name} is not set; start the script with `asynccomm run -n 2 ...` or torchrun, "
-            f"or pass store=, rank= and size="
+            f"environment variable {name} is not set, and {launcher.name} does not set it for ranks on several hosts; "
+            f"set it by {launcher.flags} (the host of rank 0)"
         )
-    return value
+    raise ValueError(
+        f"environment variable {name} is not set; start the script with `asynccomm run -n 2 ...`, torchrun, srun or "
+        f"mpirun, or pass store=, rank= and size="
+    )
 
 
 def _port(name: str, text: str) -> int:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import abc
 import asyncio
 import math
-import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import final
 
 from asynccomm.core.handles import Handle
 
-__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "address_towards", "to_amount", "to_bytes", "to_keys", "within"]
+__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "to_amount", "to_bytes", "to_keys", "within"]
 
 DEFAULT_TIMEOUT = 300.0  # seconds that get() and wait() allow for a key to appear; torch's default
 
@@ -165,17 +164,6 @@ def to_amount(amount: int) -> int:
     if isinstance(amount, bool) or not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
         raise ValueError(f"amount must be a 64-bit integer, got {amount!r}")
     return amount
-
-
-def address_towards(host: str, port: int) -> str | None:
-    """The address of the interface that reaches ``host``; None if the name does not resolve or no route exists."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.connect(address)  # sends nothing
-            return str(sock.getsockname()[0])
-    except OSError:
-        return None
 
 
 def within(limit: float) -> asyncio.Timeout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import final
 
@@ -22,6 +23,7 @@ class StoreServer:
         self._lock = threading.Lock()
         self.host = host
         self.port: int = server.port
+        self.on_end: Callable[[], object] | None = None  #: called after the last user was removed
 
     def acquire(self) -> bool:
         """Add a user; False if the server has ended."""
@@ -35,8 +37,11 @@ class StoreServer:
         """Remove a user; the last one ends the server."""
         with self._lock:
             self._users -= 1
-            if self._users == 0:
-                self._server = None
+            if self._users > 0:
+                return
+            self._server = None
+        if self.on_end is not None:
+            self.on_end()
 
 
 def listen(host: str, port: int) -> socket.socket:

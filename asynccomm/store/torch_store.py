@@ -13,7 +13,8 @@ import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store, address_towards, to_amount, to_bytes, to_keys, within
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_keys, within
+from asynccomm.store.routes import address_towards
 
 T = TypeVar("T")
 FIRST_POLL = 1e-3  # seconds before the first repeated check of a wait; doubles up to LAST_POLL

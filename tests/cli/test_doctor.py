@@ -513,7 +513,7 @@ def test_exit_code_and_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], serious: bool, code: int
 ) -> None:
     section = Section({"n": 1, "list": [1]}, (CheckWarning("a", serious),))
-    monkeypatch.setattr(doctor, "examine", lambda system: Checkup({"some": section}))
+    monkeypatch.setattr(doctor, "examine", lambda system, probes: Checkup({"some": section}))
     assert main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out) == {
         "ok": not serious,

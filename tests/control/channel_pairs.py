@@ -95,7 +95,7 @@ def doors_of(hosts: str) -> list[ListeningSockets]:
     for rank, host in enumerate(hosts):
         doors = ListeningSockets(rank, "a run")
         if len(set(hosts)) > 1:
-            doors.open_tcp("127.0.0.1")
+            doors.open_tcp("127.0.0.1", host)
         doors.contact = replace(doors.contact, host=host)
         found.append(doors)
     return found

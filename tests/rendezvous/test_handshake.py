@@ -223,6 +223,27 @@ async def test_a_rank_taken_twice_is_said_on_all_ranks(stores: list[Store]) -> N
         assert "rank 1 is taken twice, by process" in str(result)
 
 
+async def test_hosts_of_one_name_get_numbers(stores: list[Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = iter(["a", "b", "a", "c", "b"])
+    monkeypatch.setattr(module, "network_id", lambda: next(networks))
+    monkeypatch.setattr(module.socket, "gethostname", lambda: "box")
+    contacts = [RankAddress(rank, "box", 1, "name") for rank in range(5)]
+    tasks = [start(stores[rank], rank, 5, contact=contacts[rank]) for rank in range(5)]
+    results = await outcomes(*tasks)
+    check_same(results)
+    assert [member.host for member in results[0].members] == ["box", "box#2", "box", "box#3", "box#2"]
+    assert [member.network for member in results[0].members] == ["a", "b", "a", "c", "b"]
+    assert [contact.host for contact in results[0].contacts] == ["box", "box#2", "box", "box#3", "box#2"]
+
+
+async def test_the_address_that_leads_to_the_store_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = iter(["127.0.0.1", "10.0.0.2", None])
+    store = MemoryStore()
+    monkeypatch.setattr(MemoryStore, "local_address", lambda self: next(ways))
+    results = await outcomes(*(start(store, rank, 3) for rank in range(3)))
+    assert [member.address for member in results[0].members] == ["", "10.0.0.2", ""]
+
+
 async def test_two_ranks_zero(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FAREWELL", 0.05)  # the other never says that it heard
     other = {
@@ -233,6 +254,7 @@ async def test_two_ranks_zero(store: MemoryStore, monkeypatch: pytest.MonkeyPatc
         "version": module.__version__,
         "host": "h",
         "pid": 1,
+        "network": "a",
         "nonce": "n",
     }
     zero = start(store, 0)

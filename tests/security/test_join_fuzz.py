@@ -39,6 +39,7 @@ HELLO: dict[str, Any] = {
     "version": module.__version__,
     "host": "h",
     "pid": 1,
+    "network": "a",
     "nonce": "0123456789abcdef",
     "contact": None,
 }
@@ -77,6 +78,8 @@ NO_HELLOS = [
             {"host": 5},
             {"pid": "7"},
             {"pid": False},
+            {"network": 1},
+            {"address": None},
             {"nonce": 5},
             {"nonce": ""},
             {"nonce": "a/../b"},
@@ -215,7 +218,7 @@ async def answered(store: MemoryStore, change: Any) -> BaseException | Handshake
     await store.set("world/epoch", "abc")
     one = start(store, 1)
     hello = json.loads(await store.get("world/abc/hello/1"))
-    mine = {key: hello[key] for key in ("rank", "host", "pid", "contact")}
+    mine = {key: hello[key] for key in ("rank", "host", "pid", "network", "address", "contact")}
     members = [{**mine, "rank": 0, "contact": None}, mine]
     right = {"kind": "_Answer", "members": members, "tokens": {"ask": "a", "answer": "b"}}
     text = change(right)
@@ -262,6 +265,8 @@ ANSWERS = [
     other(0, contact={"rank": 1, "host": "h", "pid": 1}),
     other(1, pid=-1),
     other(1, host="another"),
+    other(1, network="another"),
+    other(1, address="10.0.0.1"),
     other(1, contact=None),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import Store, address_towards, within
+from asynccomm.store.base import Store, within
 from asynccomm.store.client import StoreClient
 from asynccomm.store.memory import MemoryStore
 from asynccomm.store.server import listen
@@ -244,8 +244,3 @@ async def test_the_way_to_a_server_tells_the_address_of_this_host(kind: str, tmp
     async with opened(kind, tmp_path) as store:
         address = "127.0.0.1" if kind in ("client-libuv", "client-legacy", "tcp") else None
         assert store.local_address() == store.prefix("a").prefix("b").local_address() == address
-
-
-@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("no such host.", None)])
-def test_the_address_towards_a_host(host: str, address: str | None) -> None:
-    assert address_towards(host, 9) == address

@@ -13,9 +13,9 @@ collectives; from 16 MiB on, a group with torch's default of two threads is fast
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,8 @@ import anyio
 import anyio.to_thread
 from torch import distributed as dist
 
-from asynccomm.backends.base import Backend, BackendContext, BackendWindow, Submission
+from asynccomm.backends.addresses import LOOPBACK, advice, choose_address, several_networks
+from asynccomm.backends.base import Backend, BackendContext, BackendWindow, RankInfo, Submission
 from asynccomm.backends.gloo.collectives import GlooCollectives
 from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
@@ -52,8 +53,8 @@ CATCH_UP_SECONDS = 0.02  # time for gloo to deliver data that a rank sent before
 END_SECONDS = 1.0  # time for gloo's own threads to end
 
 _HINTS: Mapping[str, str] = {
-    "hostname": "address of the network interface to use (default: loopback if all ranks are on one host, else the "
-    "one that leads to the store)",
+    "hostname": "address of the network interface to use (default: that of GLOO_SOCKET_IFNAME, loopback if all ranks "
+    "are on one host, else the one that leads to the store)",
     "interface": "name of the network interface to use",
     "gloo_threads": f"gloo threads that run collectives of {LARGE >> 20} MiB and more (default {GLOO_THREADS})",
     "p2p_threads": f"threads that wait for messages, one for each peer, tag and direction (default {P2P_THREADS})",
@@ -103,10 +104,8 @@ class GlooBackend(Backend):
 
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
-        group, hints = context.group, context.hints
-        hostname = hints.get("hostname")
-        if hostname is None and "interface" not in hints:
-            hostname = _address(context)
+        group, hints, members = context.group, context.hints, context.members
+        address = await _address(context)
         # the caller enforces the timeout
         store = TorchStoreView(context.store.prefix("gloo"), asyncio.get_running_loop(), math.inf)
         threads = {"frames": 1, "small": 1, "large": int(hints.get("gloo_threads", GLOO_THREADS))}
@@ -117,14 +116,14 @@ class GlooBackend(Backend):
                     dist.PrefixStore(name, store),
                     group.rank,
                     group.size,
-                    hostname=hostname,
-                    interface=hints.get("interface"),
+                    address=address,
                     threads=count,
                     timeout=min(context.timeout, CONNECT_SECONDS),
                 )
             except RuntimeError as exc:
-                error = f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}"
-                raise BackendError(error) from _bare(exc)
+                host = members[group.rank].host
+                error = f"gloo could not connect rank {group.rank} of comm {group.name!r} at {address} on host {host!r}"
+                raise BackendError(f"{error}: {str(exc).strip()}{_unreachable(members)}") from _bare(exc)
 
         # a separate thread limiter: these threads wait for store requests, which may need threads themselves
         limiter = anyio.CapacityLimiter(len(threads))
@@ -254,16 +253,20 @@ class GlooBackend(Backend):
                 gloo.poison()
 
 
-def _address(context: BackendContext) -> str | None:
-    """The address of the interface to use if no hint names it; None: the address that the host's name resolves to.
+async def _address(context: BackendContext) -> str:
+    """The address of the interface to use. Raises: BackendError."""
+    rank, members = context.group.rank, context.members
+    if len({member.host for member in members}) > 1 and not context.hints.keys() & {"hostname", "interface"}:
+        return members[rank].address or LOOPBACK  # chosen when the ranks met
+    choice = await anyio.to_thread.run_sync(
+        choose_address, context.hints, os.environ, rank, members, abandon_on_cancel=True
+    )
+    return choice.address
 
-    That name often resolves to loopback, or not at all, where no name service knows the host. The local address of the
-    connection to the store is reachable by the other hosts, unless it is loopback: this host then runs the store.
-    """
-    if len({member.host for member in context.members}) == 1:
-        return "127.0.0.1"
-    address = context.store.local_address()
-    return None if address is None or ipaddress.ip_address(address).is_loopback else address
+
+def _unreachable(members: Sequence[RankInfo]) -> str:
+    """The end of an error of connecting, if the address may be the cause."""
+    return f"; if the other hosts cannot reach that address, {advice()}" if several_networks(members) else ""
 
 
 def _let_go(gloos: GlooGroups | None) -> None:

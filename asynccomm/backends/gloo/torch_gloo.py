@@ -78,8 +78,7 @@ class GlooGroup:
 
     Args:
         store: the ranks exchange their addresses here; blocks the calling thread until all have connected.
-        hostname: address of the interface to use; None: the address that the host's name resolves to.
-        interface: name of the interface to use instead.
+        address: of the interface to use.
         threads: gloo threads that run collectives.
         timeout: seconds that a connection may take, once all addresses are there.
     """
@@ -90,8 +89,7 @@ class GlooGroup:
         rank: int,
         size: int,
         *,
-        hostname: str | None,
-        interface: str | None,
+        address: str,
         threads: int,
         timeout: float,
     ) -> None:
@@ -99,12 +97,7 @@ class GlooGroup:
         options = group._Options()
         options._threads = threads
         options._timeout = timedelta(seconds=timeout / 5)
-        if hostname is not None:
-            options._devices = [group.create_device(hostname=hostname)]
-        elif interface is not None:
-            options._devices = [group.create_device(interface=interface)]
-        else:
-            options._devices = [group.create_default_device()]
+        options._devices = [group.create_device(hostname=address)]
         self._pg: Any = group(store, rank, size, options)
         self._pg._set_default_timeout(FOREVER)
         self._size = size

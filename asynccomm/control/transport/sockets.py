@@ -9,6 +9,8 @@ import struct
 import sys
 from typing import Final, final
 
+from msgspec.structs import replace
+
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.core.hosts import host_name
 
@@ -74,13 +76,11 @@ class ListeningSockets:
             self._socks.append(sock)
         self.contact: RankAddress = RankAddress(rank, host_name(), os.getpid(), local if sock is not None else "")
 
-    def open_tcp(self, address: str) -> None:
-        """Listen on TCP, too, for ranks on other hosts. Raises: OSError."""
+    def open_tcp(self, address: str, host: str) -> None:
+        """Listen on TCP, too, for ranks on other hosts, which call this host ``host``. Raises: OSError."""
         sock = tcp_socket(address)
         self._socks.append(sock)
-        contact = self.contact
-        port = sock.getsockname()[1]
-        self.contact = RankAddress(contact.rank, contact.host, contact.pid, contact.local, address, port)
+        self.contact = replace(self.contact, host=host, address=address, port=sock.getsockname()[1])
 
     def take(self) -> list[socket.socket]:
         """The listening sockets; the caller becomes their owner."""

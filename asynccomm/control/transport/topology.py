@@ -8,13 +8,14 @@ gone. A rank always connects to a lower rank, even if it has missed a loss, so t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Annotated, TypeAlias, final
+from typing import Annotated, Final, TypeAlias, final
 
 from msgspec import Meta
 
 from asynccomm.control.transport.schema import Message
 
-Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+TEXT_CHARACTERS: Final = 1024  # at most, of a text in a message
+Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS)]
 
 
 @final

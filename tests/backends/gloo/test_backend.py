@@ -1,6 +1,7 @@
 """gloo on real processes: the conformance suite, and what is gloo's own."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, BackendError, MemoryStore, new_comm
+from asynccomm.backends import addresses as addresses_module
 from asynccomm.backends.base import RankInfo
 from asynccomm.backends.gloo import backend as backend_module
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.torch_gloo import GlooGroup
+from asynccomm.store.routes import InterfaceAddress
 from asynccomm.testing import check_backend
 from tests.sampling import some
 from tests.waiting import until
@@ -46,25 +49,17 @@ async def test_a_thread_that_waits_for_a_peer_leaves_when_connecting_is_cancelle
 
 
 @pytest.mark.parametrize(
-    ("hosts", "towards_the_store", "hints", "chosen"),
+    ("hosts", "hints", "chosen"),
     [
-        (("one", "one"), "10.0.0.7", {}, "127.0.0.1"),
-        (("one", "two"), "10.0.0.7", {}, "10.0.0.7"),
-        (("one", "two"), "fd00::7", {}, "fd00::7"),
-        (("one", "two"), "127.0.1.1", {}, None),  # gloo's default: the host's name
-        (("one", "two"), "::1", {}, None),
-        (("one", "two"), None, {}, None),
-        (("one", "two"), "10.0.0.7", {"hostname": "10.0.0.8"}, "10.0.0.8"),
-        (("one", "two"), "10.0.0.7", {"interface": "eth1"}, None),
-        (("one", "one"), "10.0.0.7", {"interface": "eth1"}, None),
+        (("one", "one"), {}, "127.0.0.1"),
+        (("one", "two"), {}, "10.0.0.7"),
+        (("one", "two"), {"hostname": "127.0.0.1"}, "127.0.0.1"),
+        (("one", "two"), {"interface": "lo"}, "127.0.0.1"),
+        (("one", "one"), {"interface": "lo"}, "127.0.0.1"),
     ],
 )
 async def test_the_address_that_gloo_uses(
-    monkeypatch: pytest.MonkeyPatch,
-    hosts: Sequence[str],
-    towards_the_store: str | None,
-    hints: dict[str, str],
-    chosen: str | None,
+    monkeypatch: pytest.MonkeyPatch, hosts: Sequence[str], hints: dict[str, str], chosen: str
 ) -> None:
     given: list[dict[str, Any]] = []
 
@@ -73,16 +68,31 @@ async def test_the_address_that_gloo_uses(
         raise RuntimeError("that is all")
 
     monkeypatch.setattr(backend_module, "GlooGroup", refused)
-    monkeypatch.setattr(MemoryStore, "local_address", lambda self: towards_the_store)
     context = rank_0_of_2(
-        members=[RankInfo(rank, host, rank) for rank, host in enumerate(hosts)],
+        members=[RankInfo(rank, host, rank, "", "10.0.0.7") for rank, host in enumerate(hosts)],
         store=MemoryStore().prefix("comm"),
         timeout=5.0,
         hints=hints,
     )
-    with pytest.raises(BackendError, match="that is all"):
+    with pytest.raises(BackendError, match=f"at {chosen} on host 'one': that is all$"):
         await GlooBackend.connect(context)
-    assert (given[0]["hostname"], given[0]["interface"]) == (chosen, hints.get("interface"))
+    assert given[0]["address"] == chosen
+
+
+async def test_an_error_of_connecting_between_hosts_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **options: Any) -> None:
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(backend_module, "GlooGroup", refused)
+    monkeypatch.setattr(addresses_module, "reachable_addresses", lambda: [InterfaceAddress("eth1", "10.1.0.1")])
+    context = rank_0_of_2(
+        members=[RankInfo(0, "one", 1, "a", "10.0.0.1"), RankInfo(1, "two", 1, "b", "10.0.0.2")],
+        store=MemoryStore().prefix("comm"),
+    )
+    advice = "set GLOO_SOCKET_IFNAME, or hints={'interface': ...}, to one of eth1 (10.1.0.1)"
+    message = f"at 10.0.0.1 on host 'one': connection refused; if the other hosts cannot reach that address, {advice}"
+    with pytest.raises(BackendError, match=re.escape(message)):
+        await GlooBackend.connect(context)
 
 
 async def test_the_error_of_connecting_keeps_nothing_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +107,9 @@ async def test_the_error_of_connecting_keeps_nothing_of_gloo(monkeypatch: pytest
         raise RuntimeError("connection refused")
 
     monkeypatch.setattr(backend_module, "GlooGroup", refused)
-    with pytest.raises(BackendError, match="could not connect rank 0 of comm 'main': connection refused") as caught:
+    with pytest.raises(
+        BackendError, match=r"could not connect rank 0 of comm 'main' at .*: connection refused"
+    ) as caught:
         await new_comm("gloo", store=MemoryStore(), rank=0, size=1, hints={"control": "off"})
     assert devices
     await until(lambda: not any(device() for device in devices))  # one for each group, made by a thread of its own

@@ -22,8 +22,9 @@ from tests.control.unauthenticated import descriptors, names
 def test_doors_that_nobody_takes_are_closed() -> None:
     held = descriptors()
     doors = ListeningSockets(3, "some/run with ünusual characters and a name that is much too long")
-    doors.open_tcp("127.0.0.1")
+    doors.open_tcp("127.0.0.1", "node#2")
     assert doors.contact.port > 0
+    assert (doors.contact.host, doors.contact.address) == ("node#2", "127.0.0.1")
     (name,) = names()
     assert name.startswith("@asynccomm/some-run")
     assert len(name) < 108
