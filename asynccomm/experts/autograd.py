@@ -22,7 +22,7 @@ from asynccomm.core.work import Work
 from asynccomm.errors import WouldBlockError
 from asynccomm.ops import Call, experts
 from asynccomm.ops.experts import Dispatched, Path
-from asynccomm.ops.routing import Placement, Routing
+from asynccomm.ops.routing import ExpertPlacement, Routing
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ def local_experts(
 
     Raises: TypeError, ValueError.
     """
-    return Placement.of(comm._group, num_experts, placement, torch.device("cpu")).experts
+    return ExpertPlacement.of(comm._group, num_experts, placement, torch.device("cpu")).experts
 
 
 @final

@@ -44,8 +44,8 @@ class Routing:
 
 
 @final
-class Placement(NamedTuple):
-    """Which rank holds which expert, checked. ``Placement.of`` gives the same object for equal arguments."""
+class ExpertPlacement(NamedTuple):
+    """Which rank holds which expert, checked. ``ExpertPlacement.of`` gives the same object for equal arguments."""
 
     checksum: int  #: of the ranks of all experts, for comparing the ranks' placements
     experts: tuple[int, ...]  #: the ids of this rank's experts, ascending
@@ -61,7 +61,7 @@ class Placement(NamedTuple):
         num_experts: SupportsIndex,
         placement: Sequence[SupportsIndex] | None,
         device: torch.device,
-    ) -> Placement:
+    ) -> ExpertPlacement:
         """Raises: TypeError, ValueError naming ``num_experts`` or ``placement``."""
         count = as_index(num_experts)
         if count is None:
@@ -80,7 +80,7 @@ class Placement(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _placed(rank: int, size: int, count: int, ranks: tuple[int, ...] | None, device: torch.device) -> Placement:
+def _placed(rank: int, size: int, count: int, ranks: tuple[int, ...] | None, device: torch.device) -> ExpertPlacement:
     if ranks is None:
         each, more = divmod(count, size)
         ranks = tuple([r for r in range(size) for _ in range(each + (r < more))])
@@ -89,7 +89,7 @@ def _placed(rank: int, size: int, count: int, ranks: tuple[int, ...] | None, dev
     for number, expert in enumerate(mine):
         numbers[expert] = number
     with torch.inference_mode(False):  # later calls may be outside of it
-        return Placement(
+        return ExpertPlacement(
             zlib.crc32(array("Q", ranks).tobytes()),
             mine,
             torch.tensor([*ranks, size], device=device),
@@ -101,7 +101,7 @@ def _placed(rank: int, size: int, count: int, ranks: tuple[int, ...] | None, dev
 class Route(NamedTuple):
     """The rows that this rank sends: row i is token ``tokens[i]``; the first ``sends[0]`` rows go to rank 0, etc."""
 
-    placement: Placement
+    placement: ExpertPlacement
     tokens: Tensor
     sends: list[int]
 
@@ -119,7 +119,7 @@ class Route(NamedTuple):
                 f"routing.experts must have shape ({tokens}, k), a row for each token, got {tuple(experts.shape)}"
             )
         _check_weights(group, routing)
-        placement = Placement.of(group, routing.num_experts, routing.placement, experts.device)
+        placement = ExpertPlacement.of(group, routing.num_experts, routing.placement, experts.device)
         ids = experts.detach().long()
         _check_range(ids, len(placement.ranks) - 1)
         there = torch.zeros(tokens, group.size + 1, dtype=torch.bool, device=ids.device)
@@ -137,7 +137,7 @@ class Arrangement(NamedTuple):
     counts: list[int]  #: the number of rows of each of this rank's experts
 
     @classmethod
-    def of(cls, placement: Placement, experts: Tensor) -> Arrangement:
+    def of(cls, placement: ExpertPlacement, experts: Tensor) -> Arrangement:
         """The arrangement of tokens with these ``experts``, of shape ``(received tokens, k)``."""
         numbers = placement.numbers[experts.long()]
         rows, slots = (numbers >= 0).nonzero(as_tuple=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm.ops.routing import Arrangement, Placement, Route, Routing
+from asynccomm.ops.routing import Arrangement, ExpertPlacement, Route, Routing
 from asynccomm.ops.validation import CommInfo
 
 CPU = torch.device("cpu")
@@ -22,17 +22,17 @@ def group(rank: int = 1, size: int = 3) -> CommInfo:
     [(1, [[0], [], []]), (3, [[0], [1], [2]]), (5, [[0, 1], [2, 3], [4]]), (6, [[0, 1], [2, 3], [4, 5]])],
 )
 def test_experts_are_placed_in_blocks(count: int, mine: list[list[int]]) -> None:
-    found = [Placement.of(group(rank), count, None, CPU) for rank in range(3)]
+    found = [ExpertPlacement.of(group(rank), count, None, CPU) for rank in range(3)]
     assert [list(each.experts) for each in found] == mine
     assert len({each.checksum for each in found}) == 1
 
 
 def test_a_placement_names_the_rank_of_each_expert() -> None:
-    placement = Placement.of(group(), 4, [1, 0, 1, 1], CPU)
+    placement = ExpertPlacement.of(group(), 4, [1, 0, 1, 1], CPU)
     assert placement.experts == (0, 2, 3)
     assert placement.ranks.tolist() == [1, 0, 1, 1, 3]
     assert placement.numbers.tolist() == [0, -1, 1, 2, -1]
-    assert placement.checksum != Placement.of(group(), 4, None, CPU).checksum
+    assert placement.checksum != ExpertPlacement.of(group(), 4, None, CPU).checksum
 
 
 def test_a_token_goes_once_to_each_rank_of_its_experts() -> None:
@@ -43,7 +43,7 @@ def test_a_token_goes_once_to_each_rank_of_its_experts() -> None:
 
 
 def test_received_tokens_are_sorted_by_expert() -> None:
-    placement = Placement.of(group(), 5, None, CPU)  # of experts 2 and 3
+    placement = ExpertPlacement.of(group(), 5, None, CPU)  # of experts 2 and 3
     arranged = Arrangement.of(placement, torch.tensor([[3, 2], [0, 3], [2, -1]], dtype=torch.uint8).to(torch.int8))
     assert arranged.counts == [2, 2]
     assert arranged.rows.tolist() == [0, 2, 0, 1]

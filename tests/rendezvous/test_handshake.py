@@ -226,7 +226,7 @@ async def test_a_rank_taken_twice_is_said_on_all_ranks(stores: list[Store]) -> N
 async def test_hosts_of_one_name_get_numbers(stores: list[Store], monkeypatch: pytest.MonkeyPatch) -> None:
     networks = iter(["a", "b", "a", "c", "b"])
     monkeypatch.setattr(module, "network_id", lambda: next(networks))
-    monkeypatch.setattr(module.socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(module, "host_name", lambda: "box")
     contacts = [RankAddress(rank, "box", 1, "name") for rank in range(5)]
     tasks = [start(stores[rank], rank, 5, contact=contacts[rank]) for rank in range(5)]
     results = await outcomes(*tasks)

@@ -37,7 +37,7 @@ from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
 from asynccomm.backends.hierarchical.pipeline import Lane, Pipeline, Way
-from asynccomm.backends.hierarchical.placement import Placement
+from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.backends.hierarchical.translation import translated
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.core.tasks import shielded
@@ -62,7 +62,7 @@ from asynccomm.ops import (
     Scatter,
 )
 
-_WAYS: Final[Mapping[type[Op], Callable[[Placement, Submission], Way]]] = {
+_WAYS: Final[Mapping[type[Op], Callable[[HostPlacement, Submission], Way]]] = {
     AllReduce: reductions.all_reduce,
     Reduce: reductions.reduce,
     ReduceScatter: reductions.reduce_scatter,
@@ -97,11 +97,11 @@ class HierarchicalBackend(Backend):
     def __init__(
         self,
         context: BackendContext,
-        where: Placement,
+        where: HostPlacement,
         lanes: Mapping[Lane, Backend],
         messages: tuple[Backend | None, Backend | None],
     ) -> None:
-        self.placement: Placement = where
+        self.placement: HostPlacement = where
         self._lanes = lanes
         self._inside, self._between = messages
         self._mailbox = context.mailbox
@@ -143,7 +143,7 @@ class HierarchicalBackend(Backend):
                     inside = [await join(ShmBackend, f"{way} {mine[0]}", mine) for way in ways]
                 except UnsuitableError as exc:
                     inside, problem = [], str(exc)
-            where = Placement(rank, await locality.agreed(context, tried, problem))
+            where = HostPlacement(rank, await locality.agreed(context, tried, problem))
             if context.alternatives and len(where.hosts) == where.size:
                 raise UnsuitableError(f"comm {context.group.name!r}: no two ranks can map the same memory")
             lanes = dict(zip((Lane.UP, Lane.DOWN), inside, strict=False))

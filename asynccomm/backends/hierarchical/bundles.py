@@ -19,7 +19,7 @@ from asynccomm.backends.hazards import separated
 from asynccomm.backends.hierarchical.memory import room
 from asynccomm.backends.hierarchical.movement import MEET
 from asynccomm.backends.hierarchical.pipeline import Lane, Leg, Plan, Way
-from asynccomm.backends.hierarchical.placement import Placement
+from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Call, Parcel, Parcels
 
@@ -74,7 +74,7 @@ class _Router:
     """
 
     def __init__(
-        self, where: Placement, method: str, shared: bool, giver: int | None, taker: int | None, own: Sequence[Item]
+        self, where: HostPlacement, method: str, shared: bool, giver: int | None, taker: int | None, own: Sequence[Item]
     ) -> None:
         self._where = where
         self._method = method
@@ -166,7 +166,7 @@ class _Inbox:
         return (memory,)
 
 
-def parcels(where: Placement, submission: Submission) -> Way:
+def parcels(where: HostPlacement, submission: Submission) -> Way:
     """The way of ``Parcels``."""
     op: Any = submission.op
     delivery = Delivery(submission)
@@ -194,7 +194,7 @@ def parcels(where: Placement, submission: Submission) -> Way:
     return Way([Plan(router.steps())], finish)
 
 
-def all_to_all(where: Placement, submission: Submission) -> Way:
+def all_to_all(where: HostPlacement, submission: Submission) -> Way:
     """The way of an ``AllToAll``: the tensors as parcels. The head of each is the sender's call, for the error."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)

@@ -19,7 +19,7 @@ from asynccomm.backends.computing import contribution, fill, perform
 from asynccomm.backends.hazards import Buffers, separated
 from asynccomm.backends.hierarchical.memory import cut, landing, room
 from asynccomm.backends.hierarchical.pipeline import Lane, Leg, Plan, Way
-from asynccomm.backends.hierarchical.placement import Placement
+from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.backends.regions import adjoining
 from asynccomm.ops import (
     AllGather,
@@ -43,7 +43,7 @@ _BYTE: Final = torch.uint8
 MEET: Final = Leg(Lane.UP, lambda: Call(Barrier(), (), (), None))
 
 
-def barrier(where: Placement, submission: Submission) -> Way:
+def barrier(where: HostPlacement, submission: Submission) -> Way:
     """The way of a ``Barrier``."""
     lanes = [] if where.alone else [Lane.UP]
     if where.leads:
@@ -53,7 +53,7 @@ def barrier(where: Placement, submission: Submission) -> Way:
     return Way([Plan([Leg(lane, lambda: Call(Barrier(), (), (), None)) for lane in lanes])])
 
 
-def broadcast(where: Placement, submission: Submission) -> Way:
+def broadcast(where: HostPlacement, submission: Submission) -> Way:
     """The way of a ``Broadcast``: in the root's host, between hosts, in the other hosts."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)  # a leader forwards its outputs, which must not overlap
@@ -76,7 +76,7 @@ def broadcast(where: Placement, submission: Submission) -> Way:
     return Way([Plan(steps)], _after(None, buffers))
 
 
-def _broadcast_on_rails(where: Placement, op: Any, buffers: Buffers) -> Way:
+def _broadcast_on_rails(where: HostPlacement, op: Any, buffers: Buffers) -> Way:
     """In pieces: each rail carries a part of a piece to the other hosts, where the ranks gather the parts."""
     fill_outputs = None
     if where.rank == op.root:
@@ -87,7 +87,7 @@ def _broadcast_on_rails(where: Placement, op: Any, buffers: Buffers) -> Way:
     return Way([_broadcast_piece(where, op.root, part) for part in parts], _after(fill_outputs, buffers))
 
 
-def _broadcast_piece(where: Placement, root: int, data: Tensor) -> Plan:
+def _broadcast_piece(where: HostPlacement, root: int, data: Tensor) -> Plan:
     home, is_root = where.host_of(root), where.rank == root
     counts = cut(len(data), where.rails) + [0] * (len(where.local) - where.rails)
     parts = data.split_with_sizes(counts)
@@ -108,7 +108,7 @@ def _broadcast_piece(where: Placement, root: int, data: Tensor) -> Plan:
     return Plan(steps)
 
 
-def all_gather(where: Placement, submission: Submission) -> Way:
+def all_gather(where: HostPlacement, submission: Submission) -> Way:
     """The way of an ``AllGather`` or ``AllGatherSingle``."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)
@@ -121,7 +121,9 @@ def all_gather(where: Placement, submission: Submission) -> Way:
     return Way([_gather_by_leaders(where, sizes, mine, data, ours)], finish)
 
 
-def _gathered(where: Placement, op: Any, buffers: Buffers, sizes: Sequence[int]) -> tuple[Tensor, Callable[[], object]]:
+def _gathered(
+    where: HostPlacement, op: Any, buffers: Buffers, sizes: Sequence[int]
+) -> tuple[Tensor, Callable[[], object]]:
     """Memory for all contributions, host by host, and the function that then fills the outputs."""
     outputs, lands = buffers.outputs, buffers.lands
     if where.in_order and not lands and not any(output.is_inference() for output in outputs):
@@ -140,7 +142,7 @@ def _gathered(where: Placement, op: Any, buffers: Buffers, sizes: Sequence[int])
     return memory, finish
 
 
-def _gather_on_rails(where: Placement, sizes: Sequence[int], mine: Tensor, parts: dict[int, Tensor]) -> Plan:
+def _gather_on_rails(where: HostPlacement, sizes: Sequence[int], mine: Tensor, parts: dict[int, Tensor]) -> Plan:
     """Each rank gathers the contributions of its rail, which the ranks of a host then gather."""
     rails = list(zip(*where.hosts, strict=True))
     rail = rails[where.position]
@@ -161,7 +163,7 @@ def _gather_on_rails(where: Placement, sizes: Sequence[int], mine: Tensor, parts
 
 
 def _gather_by_leaders(
-    where: Placement, sizes: Sequence[int], mine: Tensor, data: Tensor, parts: dict[int, Tensor]
+    where: HostPlacement, sizes: Sequence[int], mine: Tensor, data: Tensor, parts: dict[int, Tensor]
 ) -> Plan:
     """Inside the host, between leaders, and the data of the other hosts to the ranks of the host."""
     by_host = [sum([sizes[rank] for rank in host]) for host in where.hosts]
@@ -188,7 +190,7 @@ def _gather_by_leaders(
     return Plan(steps)
 
 
-def gather(where: Placement, submission: Submission) -> Way:
+def gather(where: HostPlacement, submission: Submission) -> Way:
     """The way of a ``Gather``: to the leaders, to the leader of the root's host, to the root."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)
@@ -221,7 +223,7 @@ def gather(where: Placement, submission: Submission) -> Way:
     return Way([Plan(steps)], finish)
 
 
-def _between(where: Placement, root: int, data: Tensor, *, back: bool = False) -> Call:
+def _between(where: HostPlacement, root: int, data: Tensor, *, back: bool = False) -> Call:
     """Move ``data`` from the leader to the root on its host, or ``back``."""
     gives = (where.rank == root) is back
     peer = 0 if where.rank == root else where.position_of(root)
@@ -236,7 +238,7 @@ def _exchange(
     return Call(AllToAll(_BYTE, tuple(sends), tuple(receives)), tuple(inputs), tuple(outputs), None)
 
 
-def scatter(where: Placement, submission: Submission) -> Way:
+def scatter(where: HostPlacement, submission: Submission) -> Way:
     """The way of a ``Scatter``: to the leader, to the leaders of all hosts, to their ranks."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)
@@ -281,7 +283,7 @@ def _after(fill_outputs: Callable[[], object] | None, buffers: Buffers) -> Calla
     return finish
 
 
-def all_to_all_single(where: Placement, submission: Submission) -> Way:
+def all_to_all_single(where: HostPlacement, submission: Submission) -> Way:
     """The way of an ``AllToAllSingle``."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)
@@ -300,7 +302,7 @@ def all_to_all_single(where: Placement, submission: Submission) -> Way:
 Received = Callable[[], dict[int, Tensor]]  # by source
 
 
-def _all_to_all_on_rails(where: Placement, chunks: Sequence[Tensor]) -> tuple[Plan, Received]:
+def _all_to_all_on_rails(where: HostPlacement, chunks: Sequence[Tensor]) -> tuple[Plan, Received]:
     """Inside the host each rank gets the chunks for its rail; the ranks of the rail then exchange them."""
     hosts, positions, each = len(where.hosts), len(where.local), len(chunks[0])
     inside, result = room(each * where.size), room(each * where.size)
@@ -319,7 +321,7 @@ def _all_to_all_on_rails(where: Placement, chunks: Sequence[Tensor]) -> tuple[Pl
     return Plan([Leg(Lane.UP, up), Leg(Lane.ACROSS, across)]), received
 
 
-def _all_to_all_by_leaders(where: Placement, chunks: Sequence[Tensor]) -> tuple[Plan, Received]:
+def _all_to_all_by_leaders(where: HostPlacement, chunks: Sequence[Tensor]) -> tuple[Plan, Received]:
     """The leader gets all chunks that leave its host, and gives its ranks all that came."""
     each, here, local = len(chunks[0]), where.local, len(where.local)
     away = [rank for rank in where.order if not where.is_local(rank)]

@@ -14,7 +14,7 @@ from typing import final
 
 @final
 @dataclass(frozen=True)
-class Placement:
+class HostPlacement:
     """The hosts of a comm, seen from ``rank``.
 
     Args:

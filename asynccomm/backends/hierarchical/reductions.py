@@ -23,7 +23,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.hierarchical.memory import cut, landing, room, stored_dtype
 from asynccomm.backends.hierarchical.pipeline import Lane, Leg, Plan, Way
-from asynccomm.backends.hierarchical.placement import Placement
+from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Call, Recv, Reduce, ReduceScatter, Send, layout_of
 from asynccomm.ops.base import layout_of_shares
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
@@ -44,7 +44,7 @@ class _Reduction:
         op: the reduction of widened elements.
     """
 
-    def __init__(self, where: Placement, submission: Submission) -> None:
+    def __init__(self, where: HostPlacement, submission: Submission) -> None:
         op: Any = submission.op
         buffers = separated(submission, where.rank)
         self._reduction: ReduceOp = op.reduction
@@ -86,7 +86,7 @@ class _Reduction:
         arithmetic.narrow(total, result, self._reduction, self._size)
 
 
-def all_reduce(where: Placement, submission: Submission) -> Way:
+def all_reduce(where: HostPlacement, submission: Submission) -> Way:
     """The way of an ``AllReduce``."""
     r = _Reduction(where, submission)
     result, land = r.result()
@@ -98,7 +98,7 @@ def all_reduce(where: Placement, submission: Submission) -> Way:
     return Way([_in_parts(where, r, r.given[part], total[part], result[part]) for part in parts], land)
 
 
-def _by_leaders(where: Placement, r: _Reduction, total: Tensor, result: Tensor) -> Plan:
+def _by_leaders(where: HostPlacement, r: _Reduction, total: Tensor, result: Tensor) -> Plan:
     """To the leader, between leaders, back."""
     n = len(r.given)
     steps = _to_leader(where, r, total)
@@ -117,7 +117,7 @@ def _by_leaders(where: Placement, r: _Reduction, total: Tensor, result: Tensor) 
     return Plan([*steps, Leg(Lane.DOWN, back)])
 
 
-def _to_leader(where: Placement, r: _Reduction, total: Tensor) -> list[Leg]:
+def _to_leader(where: HostPlacement, r: _Reduction, total: Tensor) -> list[Leg]:
     """Reduce the contributions of this host into ``total``, on the leader."""
     if where.alone:
         if total.data_ptr() != r.given.data_ptr():
@@ -139,7 +139,7 @@ def _reduce_in_place(r: _Reduction, total: Tensor) -> Call:
     return Call(AllReduce(r.wide, len(total), r.op), tensors, tensors, None)
 
 
-def _in_parts(where: Placement, r: _Reduction, given: Tensor, total: Tensor, result: Tensor) -> Plan:
+def _in_parts(where: HostPlacement, r: _Reduction, given: Tensor, total: Tensor, result: Tensor) -> Plan:
     """Reduce-scatter inside the host, reduce on each rail, all-gather inside."""
     counts = cut(len(given), where.rails) + [0] * (len(where.local) - where.rails)
     parts, results = total.split_with_sizes(counts), result.split_with_sizes(counts)
@@ -167,7 +167,7 @@ def _in_parts(where: Placement, r: _Reduction, given: Tensor, total: Tensor, res
     return Plan([*steps, Leg(Lane.DOWN, together)])
 
 
-def reduce(where: Placement, submission: Submission) -> Way:
+def reduce(where: HostPlacement, submission: Submission) -> Way:
     """The way of a ``Reduce``: to the leaders, to the leader of the root's host, to the root."""
     op: Any = submission.op
     r = _Reduction(where, submission)
@@ -195,7 +195,7 @@ def reduce(where: Placement, submission: Submission) -> Way:
     return Way([Plan(steps, partial(r.narrow, total, result) if is_root else None)], land)
 
 
-def reduce_scatter(where: Placement, submission: Submission) -> Way:
+def reduce_scatter(where: HostPlacement, submission: Submission) -> Way:
     """The way of a ``ReduceScatter`` or ``ReduceScatterSingle``."""
     op: Any = submission.op
     r = _Reduction(where, submission)
@@ -206,7 +206,7 @@ def reduce_scatter(where: Placement, submission: Submission) -> Way:
     return Way([_scatter_by_leaders(where, r, counts, result)], land)
 
 
-def _scatter_on_rails(where: Placement, r: _Reduction, counts: Sequence[int], result: Tensor) -> Plan:
+def _scatter_on_rails(where: HostPlacement, r: _Reduction, counts: Sequence[int], result: Tensor) -> Plan:
     """Inside the host each rank gets the shares of its rail, which the ranks of the rail then divide."""
     shares = r.given.split_with_sizes(list(counts))
     rails = list(zip(*where.hosts, strict=True))  # the ranks of each
@@ -228,7 +228,7 @@ def _scatter_on_rails(where: Placement, r: _Reduction, counts: Sequence[int], re
     return Plan([Leg(Lane.UP, inside), Leg(Lane.ACROSS, across)], partial(r.narrow, total, result))
 
 
-def _scatter_by_leaders(where: Placement, r: _Reduction, counts: Sequence[int], result: Tensor) -> Plan:
+def _scatter_by_leaders(where: HostPlacement, r: _Reduction, counts: Sequence[int], result: Tensor) -> Plan:
     """All shares to the leader, those of each host to its leader, and each to its rank."""
     if not where.in_order:
         shares = r.given.split_with_sizes(list(counts))

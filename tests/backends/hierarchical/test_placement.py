@@ -1,15 +1,15 @@
 """Hosts, positions and rails of a comm."""
 
-from asynccomm.backends.hierarchical.placement import Placement, grouped
+from asynccomm.backends.hierarchical.placement import HostPlacement, grouped
 
 MIXED = ((0, 3), (1, 2, 4))
 
 
 def test_the_ranks_of_a_host_have_positions() -> None:
-    where = Placement(2, MIXED)
+    where = HostPlacement(2, MIXED)
     assert (where.host, where.local, where.position) == (1, (1, 2, 4), 1)
     assert not where.leads
-    assert Placement(1, MIXED).leads
+    assert HostPlacement(1, MIXED).leads
     assert [where.host_of(rank) for rank in range(5)] == [0, 1, 1, 0, 1]
     assert [where.position_of(rank) for rank in range(5)] == [0, 0, 1, 1, 2]
     assert where.is_local(4)
@@ -17,21 +17,21 @@ def test_the_ranks_of_a_host_have_positions() -> None:
 
 
 def test_there_are_as_many_rails_as_the_smallest_host_has_ranks() -> None:
-    where = Placement(2, MIXED)
+    where = HostPlacement(2, MIXED)
     assert where.rails == 2
     assert where.rail() == (3, 2)
     assert not where.even
-    assert Placement(0, ((0, 1), (2, 3))).even
+    assert HostPlacement(0, ((0, 1), (2, 3))).even
 
 
 def test_a_rank_may_be_alone_on_its_host() -> None:
-    assert Placement(3, ((0, 1, 2), (3,))).alone
-    assert not Placement(0, ((0, 1, 2), (3,))).alone
+    assert HostPlacement(3, ((0, 1, 2), (3,))).alone
+    assert not HostPlacement(0, ((0, 1, 2), (3,))).alone
 
 
 def test_ranks_may_be_laid_out_host_by_host_or_not() -> None:
-    assert Placement(0, ((0, 1), (2, 3))).in_order
-    where = Placement(0, MIXED)
+    assert HostPlacement(0, ((0, 1), (2, 3))).in_order
+    where = HostPlacement(0, MIXED)
     assert where.order == (0, 3, 1, 2, 4)
     assert not where.in_order
 

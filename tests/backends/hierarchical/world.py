@@ -13,7 +13,7 @@ from asynccomm import MemoryStore
 from asynccomm.backends.base import BackendContext, RankInfo, Submission
 from asynccomm.backends.hierarchical.backend import HierarchicalBackend, _among
 from asynccomm.backends.hierarchical.pipeline import Lane
-from asynccomm.backends.hierarchical.placement import Placement
+from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
@@ -46,7 +46,7 @@ class World:
         self.ranks = [self._rank(rank) for rank in range(self.size)]
 
     def _rank(self, rank: int) -> HierarchicalBackend:
-        where = Placement(rank, self.hosts)
+        where = HostPlacement(rank, self.hosts)
         context = BackendContext(
             group=self.groups[rank],
             members=[RankInfo(each, f"host-{where.host_of(each)}", each) for each in range(self.size)],
