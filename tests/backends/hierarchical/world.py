@@ -60,7 +60,7 @@ class World:
             among = _among(context, LoopbackBackend, "x", ranks)
             hub = self.hubs.setdefault(key, Hub(len(ranks)))
             hub.join(among)
-            return LoopbackBackend(hub, among.group.rank)
+            return LoopbackBackend(hub, among)
 
         lanes = {}
         if not where.alone:
