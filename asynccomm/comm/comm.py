@@ -20,6 +20,7 @@ from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.groups import Groups
 from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.objects import Objects
+from asynccomm.comm.methods.observation import Observation
 from asynccomm.comm.methods.p2p import P2P
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import VariableCollectives
@@ -50,6 +51,7 @@ class Comm(
     Objects,
     TensorDicts,
     Groups,
+    Observation,
 ):
     """A group of ranks that exchange tensors; made by :func:`asynccomm.new_comm`.
 

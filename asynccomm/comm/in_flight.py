@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from asynccomm.core.callsite import show
 from asynccomm.core.deadlines import Deadlines
@@ -17,6 +18,8 @@ from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import CollectiveTimeoutError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
+
+RECORDED: Final = 256
 
 
 class CommStatistics(NamedTuple):
@@ -49,6 +52,10 @@ class InFlight:
         self.timeout: float = options.timeout  #: the comm's time limit, in seconds
         self.counts: CallCounts = CallCounts()
         self.counts.limit = options.timeout
+        #: number of last calls that the comm records; few, so that their memory stays in the cache
+        self.recorded: int = int(options.hints.get("recorder", RECORDED))
+        #: the ends of operations with a Work of the ordinary path: whether a message, number, time, type of the error
+        self.ended: deque[tuple[bool, int, float | None, str]] = deque(maxlen=self.recorded)
         self.batches = 0  #: for the statistics
         self._mailbox = mailbox
         self._max_ops, self._max_bytes = options.max_ops, options.max_bytes
@@ -59,6 +66,8 @@ class InFlight:
     def settled(self, work: Work[Any]) -> None:
         """Remove ``work``, which is settled. From any thread."""
         self.works.pop(work, None)
+        error = work._error  # exception() would mark the error as retrieved
+        self.ended.append((work.op.p2p, work.seq, work.finished, "" if error is None else type(error).__name__))
         if work.started > self._extended:
             self.set_timeout(self.timeout)
         self.wake()

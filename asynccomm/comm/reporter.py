@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, final
 
 from asynccomm.comm.in_flight import RollCall
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
-from asynccomm.comm.submission import Called, Submitter
+from asynccomm.comm.submission import Submitter
 from asynccomm.comm.wire_errors import decode_error, encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
@@ -30,6 +30,7 @@ from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError, CollectiveMismatchError, PeerLostError
+from asynccomm.observe.watchers import Called
 from asynccomm.ops import Op, PeerOp
 from asynccomm.ops.signature import signature
 
@@ -234,6 +235,7 @@ class Reporter:
         if item.get("kind") == "closed":
             if "lost" in item:
                 self._on_failure(self._closed_by_loss(rank, item))
+            self._departed(rank, "")
             self._closed.add(rank)
             self._wake_loop()
             return
@@ -281,7 +283,13 @@ class Reporter:
         """Handle the loss of the rank ``job`` of the job; ``how`` is empty if it has left."""
         rank = self._ranks.get(job)
         if rank is not None and how and rank not in self._closed:
+            self._departed(rank, how)
             self._on_failure(PeerLostError(rank, how))
+
+    def _departed(self, rank: int, how: str) -> None:
+        submitter = self._submitter()
+        if submitter is not None:
+            submitter.watchers.departed(rank, how)
 
     def on_request(self, question: JsonObject) -> JsonObject:
         """The reply to a request of another rank or of a diagnosing process."""
@@ -356,7 +364,7 @@ class Reporter:
             "finished": collectives - sum(not work.op.p2p and work.seq != UNNUMBERED for work in pending),
             "messages": messages,
             "in_flight": len(pending),
-            "pending": [_called((work.op, work.site, work.seq, work.started), now) for work in pending[:SHOWN]],
+            "pending": [_called((work.op, work.site, work.seq, work.started, None), now) for work in pending[:SHOWN]],
             "last": None if last is None else _called(last, now),
             "blocked": self._ping is not None and now - self._ping > PING_SECONDS / 2,
             "issued": submitter.outstanding(tag) if isinstance(tag, str) else 0,
@@ -392,5 +400,5 @@ def _known_calls(submitter: Submitter) -> list[tuple[Op, CallSite | None, int]]:
 
 
 def _called(call: Called, now: float) -> dict[str, Any]:
-    op, site, seq, when = call
+    op, site, seq, when, _ = call
     return {"op": str(op), "seq": seq, "age": round(now - when, 3), "site": show(site)}

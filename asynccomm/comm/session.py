@@ -350,6 +350,7 @@ class Session:
             listener(self)
         await self._free()
         self.submitter.error = closed
+        self.submitter.watchers.closed()
 
     async def _free(self) -> None:
         self.in_flight.deadlines.close()
@@ -427,8 +428,7 @@ class Session:
         """Abort the transport, and notify the observer. From any thread."""
         try:
             self.submitter.abort()
-            if self.submitter.observer is not None:
-                self.submitter.observer.broke(error)
+            self.submitter.watchers.broke(error)
         finally:
             ended.set_result(None)
         if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
