@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, final
 
+from asynccomm.comm.flight import packed
 from asynccomm.comm.in_flight import RollCall
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.comm.submission import Submitter
@@ -301,6 +302,11 @@ class Reporter:
                 return self._explain(int(question["seq"]), following=bool(question.get("following")))
             case "state":
                 return self._describe(bool(question.get("stacks")), question.get("tag"))
+            case "flight":
+                submitter = self._submitter()
+                return {} if submitter is None else {"flight": packed(submitter, self._jobs, int(question["bytes"]))}
+            case "clock":
+                return {"now": time.monotonic()}
             case _:
                 return {}
 

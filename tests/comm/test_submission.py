@@ -195,7 +195,9 @@ async def test_compared_calls_are_remembered_longer() -> None:
     alone.submitter.compare(lambda work, batch: compared.append((work.seq, batch)))
     alone.submit()
     alone.submitter.submit_together([alone.reduce(), alone.reduce()], None, None, None)
-    assert compared == [(RECORDED + 1, 1), (RECORDED + 2, 2), (RECORDED + 3, 0)], "the batch's size comes with its first operation"
+    assert compared == [(RECORDED + 1, 1), (RECORDED + 2, 2), (RECORDED + 3, 0)], (
+        "the batch's size comes with its first operation"
+    )
     assert alone.submitter.recent.maxlen == COMPARED
 
 

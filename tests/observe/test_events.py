@@ -66,7 +66,7 @@ async def test_a_failure_an_abort_and_the_departure_of_a_rank() -> None:
         b.abort("enough")
         with pytest.raises(AbortedError):
             await work
-        await asyncio.gather(a.aclose(), b.aclose())
+        await until(lambda: len(stream._notes) >= 4)
         events = await read(stream)
         assert {event.kind for event in events} == {"call", "send", "failure", "abort"}
         failure, abort = (next(event for event in events if event.kind == kind) for kind in ("failure", "abort"))
