@@ -210,7 +210,9 @@ class Comm(
         Cancelling is safe. Raises: ClosedError, BrokenError.
         """
         self._submitter.check_loop()
-        await self._session.in_flight.ready(self._submitter.check_open)
+        waited = await self._session.in_flight.ready(self._submitter.check_open)
+        if waited:
+            self._submitter.watchers.waited(waited)
 
     async def preempted(self) -> bool:
         """Whether SIGTERM has arrived at any rank: the same answer on all ranks. A collective.

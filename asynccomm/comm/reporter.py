@@ -25,12 +25,14 @@ from asynccomm.comm.wire_errors import decode_error, encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.fingerprints import Fingerprint
+from asynccomm.control.subscribers import EVERY
 from asynccomm.control.timing import PING_SECONDS
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError, CollectiveMismatchError, PeerLostError
+from asynccomm.observe.clocks import ClockOffset, estimate
 from asynccomm.observe.watchers import Called
 from asynccomm.ops import Op, PeerOp
 from asynccomm.ops.signature import signature
@@ -38,6 +40,7 @@ from asynccomm.ops.signature import signature
 SHOWN: Final = 8  # operations in flight that an answer lists
 EXPLAINED: Final = 256  # operations at most that an answer about a mismatch describes
 ANSWER_SECONDS: Final = 0.5  # for peers to answer a request
+CLOCK_SAMPLES: Final = 8  # requests for another rank's time, of which the shortest counts
 
 
 @final
@@ -75,6 +78,8 @@ class Reporter:
         self._announced: str | None = None  # rank 0's announcement
         self._stores: dict[str, Any] = {}  # addresses of the next comm's store, by decision key
         self._waiters: list[asyncio.Future[None]] = []  # for an announcement or such an address
+        #: called with a rank and the numbers and times of its calls, on the control thread
+        self.on_arrivals: Callable[[int, Sequence[tuple[int, float]]], object] | None = None
         self._ping: float | None = None  # when a callback was posted to the loop; None: it has run
         channel.subscribe(key, self)
 
@@ -99,6 +104,28 @@ class Reporter:
         """Wait for the address that another member of decision ``key`` sends. On the comm's loop."""
         await self._wait_until(lambda: key in self._stores)
         return self._stores[key]
+
+    def send_arrivals(self, calls: Sequence[tuple[int, float]]) -> None:
+        """Send the other ranks the numbers and times of this rank's calls of collectives. From any thread."""
+        self._channel.broadcast(self._key, {"rank": self._group.rank, "kind": "arrivals", "calls": list(calls)})
+
+    async def clock_offset(self) -> ClockOffset | None:
+        """The offset to the clock of the job's lowest rank; None if it does not answer. On the comm's loop."""
+        channel = self._channel
+        there = channel.topology.contacts
+        root = min((rank for rank in there if rank not in channel.gone), default=channel.rank)
+        if root == channel.rank:
+            return ClockOffset()
+        samples = []
+        for _ in range(CLOCK_SAMPLES):
+            asked = time.monotonic()
+            try:
+                future = channel.request(EVERY, [root], {"what": "clock"}, ANSWER_SECONDS)
+                answers = (await asyncio.wrap_future(future)).get(root, {}).get("comms", {}).values()
+            except RuntimeError:  # the channel has ended
+                break
+            samples += [(asked, float(answer["now"]), time.monotonic()) for answer in answers if "now" in answer][:1]
+        return estimate(samples, same_host=there[root].host == there[channel.rank].host)
 
     async def closed_by(self, jobs: Sequence[int]) -> int:
         """Wait until one of ``jobs``, by rank of the job, has closed the comm; returns it. On the comm's loop."""
@@ -247,6 +274,10 @@ class Reporter:
             if isinstance(members, list) and self._channel.rank not in members:
                 others = [self._ranks[member] for member in members if member in self._ranks]
                 self._on_failure(AbortedError(rank, f"ranks {others} go on as another comm, without this rank"))
+            return
+        if item.get("kind") == "arrivals":
+            if self.on_arrivals is not None:
+                self.on_arrivals(rank, [(int(seq), float(when)) for seq, when in item["calls"]])
             return
         if item.get("kind") == "meet":
             self._stores[str(item["key"])] = item.get("store")

@@ -80,6 +80,7 @@ class Session:
         self.mailbox = mailbox
         self.identity = identity
         self.backend_name: str = ""  #: the backend in use, or the last one tried
+        self.measures: bool = options.hints.get("metrics") == "on"  #: whether the comm has metrics
         self.regrouping: asyncio.Task[Session] | None = None  #: makes the comm that replaces this one
         self.reporter: Reporter | None = None  #: None: the comm has no control channel
         self.barriers: MonitoredBarriers = MonitoredBarriers(group, identity.room)
@@ -352,10 +353,10 @@ class Session:
             listener(self)
         await self._free()
         self.submitter.error = closed
-        self.submitter.watchers.closed()
 
     async def _free(self) -> None:
         self.in_flight.deadlines.close()
+        self.submitter.watchers.closed()
         if self.reporter is not None:
             self.reporter.end()
         await self._resources.aclose()

@@ -137,7 +137,6 @@ class EventStream(Watcher, AsyncIterator[Event]):
         self._add(Event("membership", time.monotonic(), rank=rank, reason=how))
 
     def arrived(self, op: Op, seq: int, arrivals: Mapping[int, float]) -> None:
-        """The times of all ranks' calls of an operation have become known."""
         self._add(Event("arrivals", time.monotonic(), op, seq, op.label, op.nbytes, arrivals=dict(arrivals)))
 
     def _add(self, note: Event | CallNote | Called) -> None:

@@ -7,7 +7,7 @@ it is there, no call takes the fast path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from asynccomm.core.callsite import CallSite
@@ -41,6 +41,12 @@ class Watcher:
 
     def broke(self, error: BrokenError) -> None:
         """The comm has broken, and the other ranks were notified."""
+
+    def arrived(self, op: Op, seq: int, arrivals: Mapping[int, float]) -> None:
+        """The times of all ranks' calls of a collective have become known, by this rank's clock."""
+
+    def waited(self, seconds: float) -> None:
+        """``ready()`` has waited for so long, until now."""
 
     def departed(self, rank: int, how: str) -> None:
         """A rank has left the comm; ``how`` is empty if it closed the comm in order."""
@@ -98,6 +104,14 @@ class Watchers:
     def broke(self, error: BrokenError) -> None:
         for watcher in self.all:
             watcher.broke(error)
+
+    def arrived(self, op: Op, seq: int, arrivals: Mapping[int, float]) -> None:
+        for watcher in self.all:
+            watcher.arrived(op, seq, arrivals)
+
+    def waited(self, seconds: float) -> None:
+        for watcher in self.all:
+            watcher.waited(seconds)
 
     def departed(self, rank: int, how: str) -> None:
         for watcher in self.all:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from asynccomm.comm.methods.base import CommBase
+from asynccomm.comm.tracing import TraceScope
+from asynccomm.core.work import Work
 from asynccomm.errors import BrokenError
 from asynccomm.observe.events import KEPT, Event, EventStream, Hook
 
@@ -36,6 +41,26 @@ class Observation(CommBase):
         stream = EventStream(self._submitter.mailbox, size, self._submitter.unwatch)
         self._submitter.watch(stream)
         return stream
+
+    def trace(self, path: str | os.PathLike[str]) -> TraceScope:
+        """Trace the operations in the scope as Chrome/Perfetto JSON: ``async with comm.trace("out.json"):``.
+
+        The trace has a row for each rank and comm: operations, the part of each that waits for the last rank, arrows
+        from the last rank's call to the completion on the other ranks, batches, waits in ``ready()``, and the lag of
+        the event loop. Perfetto (ui.perfetto.dev) and Chromium's ``chrome://tracing`` show it.
+
+        With ``async with``, leaving is a collective: rank 0 writes the trace of all ranks to ``path``, by one clock. If
+        the body raises or the comm has broken, each rank writes its own to ``out.rank3.json``, and ``asynccomm trace
+        merge`` merges these. With ``with``, each rank always writes its own, and no rank waits.
+
+        Raises: OSError on leaving, if the file cannot be written.
+        """
+        return TraceScope(self._session, Path(path), self._gather_part)
+
+    def _gather_part(self, part: object, root: int) -> Work[Any]:
+        gather: Any = self
+        work: Work[Any] = gather.gather_object(part, root)  # of ``Objects``
+        return work
 
     def add_hook(
         self,
