@@ -16,7 +16,12 @@ PHASES = {
     "f": {"name", "cat", "id", "ts", "pid", "tid", "bp"},
     "C": {"name", "ts", "pid", "tid", "args"},
 }
-METADATA = {"process_name": "name", "process_sort_index": "sort_index", "thread_name": "name", "thread_sort_index": "sort_index"}
+METADATA = {
+    "process_name": "name",
+    "process_sort_index": "sort_index",
+    "thread_name": "name",
+    "thread_sort_index": "sort_index",
+}
 
 
 def check_format(trace: dict[str, Any]) -> None:
