@@ -36,6 +36,7 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError
+from asynccomm.observe.profiling import is_profiling, recorded
 from asynccomm.observe.watchers import Called, Watcher, Watchers
 from asynccomm.ops import Call, GroupedOp, Op, Several
 from asynccomm.ops.signature import signature_of
@@ -128,6 +129,21 @@ class Submitter:
     ) -> Work[Any]:
         """Submit the checked calls of a method, as one operation if there is one call. From any thread."""
         site = call_site(DEPTH) if self.records_sites else None
+        if is_profiling():
+            call = made.calls[0] if isinstance(made, Several) else made
+            values = (call.inputs, call.outputs) if call.outputs is not call.inputs else call.inputs
+            submit = recorded(f"asynccomm::{call.op.kind}", values, self._submit_made)
+            return submit(made, timeout, hints, tag, site)
+        return self._submit_made(made, timeout, hints, tag, site)
+
+    def _submit_made(
+        self,
+        made: Call | Several,
+        timeout: float | timedelta | None,
+        hints: Mapping[str, str] | None,
+        tag: str | None,
+        site: CallSite | None,
+    ) -> Work[Any]:
         if isinstance(made, Several):
             calls = made.calls if tag is None else [call.labelled(tag) for call in made.calls]
             if len(calls) > 1:

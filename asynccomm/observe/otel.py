@@ -86,7 +86,7 @@ class _Instruments(Recording):
         self._comm: MeasuredComm | None = comm
         self._measured = measured
         self._observation = observation
-        self._labels = {"comm": comm.name, "rank": comm.rank}
+        self._labels: dict[str, str | int] = {"comm": comm.name, "rank": comm.rank}
         self._latency = meter.create_histogram("asynccomm.latency", "s", "Time from the call to the end of operations.")
         self._wait = meter.create_histogram("asynccomm.wait_for_last", "s", "Time of waiting for the last rank.")
         counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
