@@ -395,18 +395,31 @@ def add_command(commands: Commands) -> None:
     parser.set_defaults(command=lambda arguments: _diagnose(parser, arguments), parser=parser)
 
 
-def _diagnose(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def job_of(parser: argparse.ArgumentParser, wanted: str | None) -> JobSummary:
+    """The one job that ``wanted`` means; else the command ends with an error."""
     if sys.platform != "linux":
         parser.error(f"runs are found by their abstract sockets in /proc/net/unix, which {sys.platform} does not have")
-    jobs = asyncio.run(_find(arguments.run))
+    jobs = asyncio.run(_find(wanted))
     if not jobs:
-        wanted = "" if arguments.run is None else f" that is called {arguments.run!r} or has such a process"
-        parser.error(f"there is no run of yours on this host{wanted}")
+        which = "" if wanted is None else f" that is called {wanted!r} or has such a process"
+        parser.error(f"there is no run of yours on this host{which}")
     if len(jobs) > 1:
         parser.error(
             "\n  ".join([f"argument RUN: say which, by its id or a pid; there are {len(jobs)}:", *map(str, jobs)])
         )
-    job = jobs[0]
+    return jobs[0]
+
+
+async def states_of(job: JobSummary) -> list[Diagnosis]:
+    """The states of a job's ranks by comm, sorted by name; empty once all comms are closed."""
+    opened = [family for family in job.families if family.opened]
+    answers = await asyncio.gather(*(_listen(family, Look()) for family in opened))
+    found = [each for family, said in zip(opened, answers, strict=True) for each in _diagnoses(family, said).values()]
+    return sorted(found, key=lambda each: each.comm)
+
+
+def _diagnose(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    job = job_of(parser, arguments.run)
     if arguments.dump is not None:
         return _dump(parser, job, arguments.dump)
     views, closed = asyncio.run(_report(job, arguments.stacks))

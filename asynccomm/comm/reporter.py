@@ -389,6 +389,8 @@ class Reporter:
         now, error = time.monotonic(), submitter.error
         collectives, messages = submitter.counts.collectives, submitter.counts.messages
         pending = submitter.in_flight.pending()
+        measured = submitter.in_flight.measured
+        straggler = None if measured is None else measured.lateness.last
         last = submitter.recent[-1] if submitter.recent else None
         answer: JsonObject = {
             "comm": self._group.name,
@@ -400,6 +402,8 @@ class Reporter:
             "collectives": collectives,
             "finished": collectives - sum(not work.op.p2p and work.seq != UNNUMBERED for work in pending),
             "messages": messages,
+            "nbytes": submitter.counts.nbytes,
+            "straggler": -1 if straggler is None else straggler.rank,
             "in_flight": len(pending),
             "pending": [_called((work.op, work.site, work.seq, work.started, None), now) for work in pending[:SHOWN]],
             "last": None if last is None else _called(last, now),

@@ -1,7 +1,7 @@
 """Which rank comes last to collectives, and by how much: the ranks exchange the times of their calls.
 
 Each rank notes the times of its own calls, and sends them to the others now and then over the control channel, by a
-common clock. Of many calls it sends those whose numbers are multiples of a power of two, so the ranks send the same.
+common clock. Of many calls it sends those with multiples of a power of two as numbers, so the ranks send the same ones.
 """
 
 from __future__ import annotations

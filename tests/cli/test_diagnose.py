@@ -528,7 +528,10 @@ def test_elsewhere_than_on_linux(command: Command, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.real_python
 def test_it_needs_no_torch() -> None:
-    modules = "asynccomm.cli.main, asynccomm.cli.diagnose, asynccomm.observe.analysis, asynccomm.control.transport.framing, asynccomm.control.diagnosis"
+    modules = (
+        "asynccomm.cli.main, asynccomm.cli.diagnose, asynccomm.observe.analysis, asynccomm.observe.chrome, "
+        "asynccomm.control.transport.framing, asynccomm.control.diagnosis"
+    )
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout == b"False\n"

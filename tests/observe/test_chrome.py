@@ -1,4 +1,4 @@
-"""Traces in the trace event format: its rules, and what the slices say. Real traces are in tests/comm/test_tracing.py."""
+"""Traces in the trace event format: its rules, and the slices. Real traces are in tests/comm/test_tracing.py."""
 
 import json
 from collections import defaultdict
@@ -28,8 +28,8 @@ def check_format(trace: dict[str, Any]) -> None:
     """Raise AssertionError unless ``trace`` follows the rules of the trace event format.
 
     The rules: an object with ``traceEvents``; known phases with their fields; times that are not negative; metadata
-    with their argument; slices of a thread that nest; each flow has one begin and one end, which are not earlier and lie
-    in slices; counters have numbers.
+    with their argument; slices of a thread that nest; each flow has one begin and one end, which is not earlier, and
+    both lie in slices; counters have numbers.
     """
     trace = json.loads(json.dumps(trace))
     events = trace["traceEvents"]
@@ -148,7 +148,7 @@ def test_a_part_in_a_file_can_be_merged_and_a_merged_trace_cannot(tmp_path: Path
     assert read_part(single)["rank"] == 0
     write_trace(whole, [read_part(single), part(1, op(0, 1.0, 2.0))])
     check_format(json.loads(whole.read_text()))
-    with pytest.raises(ValueError, match="whole.json is no trace of a single rank"):
+    with pytest.raises(ValueError, match=r"whole\.json is no trace of a single rank"):
         read_part(whole)
 
 
