@@ -26,7 +26,7 @@ ranks that it waits for. Needs the extra "top" (rich), but not for --json.
 INTERVAL: Final = 1.0  # seconds between two snapshots
 
 
-class Snapshot(NamedTuple):
+class JobSnapshot(NamedTuple):
     """The states of a job's comms at one time."""
 
     when: float
@@ -49,7 +49,7 @@ class RankLine:
     straggler: int  #: the rank that came last the most, by the comm's metrics; -1: none, or no metrics
 
 
-def lines_of(before: Snapshot, now: Snapshot) -> list[RankLine]:
+def lines_of(before: JobSnapshot, now: JobSnapshot) -> list[RankLine]:
     """A line for each rank of each comm."""
     earlier = {(comm.comm, state.rank): state for comm in before.comms for state in comm.ranks}
     seconds = max(1e-9, now.when - before.when)
@@ -107,8 +107,8 @@ def _top(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _snapshot(job: JobSummary) -> Snapshot:
-    return Snapshot(time.monotonic(), await states_of(job))
+async def _snapshot(job: JobSummary) -> JobSnapshot:
+    return JobSnapshot(time.monotonic(), await states_of(job))
 
 
 async def _show(job: JobSummary, arguments: argparse.Namespace) -> None:

@@ -15,7 +15,6 @@ from asynccomm.comm.submission import Submitter
 from asynccomm.observe.clocks import ClockOffset
 from asynccomm.observe.lateness import ArrivalLog, Arrivals, Lateness, LatenessTable
 from asynccomm.observe.metrics import Gauge, Metrics, prometheus
-from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Op
 
 VARIABLE: Final = "ASYNCCOMM_METRICS"  # any text but "" and "0": all comms have metrics
@@ -36,7 +35,7 @@ def measure_if_wanted(session: Session) -> None:
 
 
 @final
-class Measurements(Watcher):
+class Measurements:
     """The metrics of one comm, as its statistics show them.
 
     Args:
@@ -49,7 +48,7 @@ class Measurements(Watcher):
         self._group = submitter.group
         self._submitter = submitter
         self._reporter = reporter
-        self._log = ArrivalLog()
+        self._log = ArrivalLog(self._end)
         self._table = LatenessTable(submitter.group.size, self._compared)
         self._own: dict[int, tuple[Op, float]] = {}  # operation and time of calls that were sent
         self._offset = ClockOffset()
@@ -58,7 +57,6 @@ class Measurements(Watcher):
         submitter.watch(self.metrics)
         if reporter is not None:
             submitter.watch(self._log)
-            submitter.watch(self)  # for its end
             reporter.on_arrivals = self._table.add
 
     @property
@@ -85,7 +83,7 @@ class Measurements(Watcher):
         """Exchange arrivals with the other ranks until the comm closes. On the loop."""
         self._task = loop.create_task(self._exchange(), name="asynccomm metrics")
 
-    def closed(self) -> None:
+    def _end(self) -> None:
         if self._task is not None:
             self._task.cancel()
 

@@ -63,11 +63,19 @@ class Lateness(NamedTuple):
 
 @final
 class ArrivalLog(Watcher):
-    """The times of this rank's calls of collectives that were not sent yet."""
+    """The times of this rank's calls of collectives that were not sent yet.
 
-    def __init__(self) -> None:
+    Args:
+        on_closed: called when the comm closes.
+    """
+
+    def __init__(self, on_closed: Callable[[], object]) -> None:
+        self._on_closed = on_closed
         self._calls: deque[tuple[int, Op, float]] = deque(maxlen=1 << 16)
         self._deferred: set[Work[Any]] = set()
+
+    def closed(self) -> None:
+        self._on_closed()
 
     def finished(self, call: Called) -> None:
         if not call[0].p2p:

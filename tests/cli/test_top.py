@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asynccomm.cli.main import main
-from asynccomm.cli.top import Snapshot, lines_of, table_of
+from asynccomm.cli.top import JobSnapshot, lines_of, table_of
 from asynccomm.control.diagnosis import Diagnosis, PendingOp, RankState
 
 DEADLINE = 60.0
@@ -42,8 +42,8 @@ def state(rank: int, collectives: int, nbytes: int = 0, pending: PendingOp | Non
 
 def test_rates_and_the_ranks_that_a_rank_waits_for() -> None:
     waiting = PendingOp("all_reduce(float32[4], SUM)", 5, 0.1, "")
-    before = Snapshot(1.0, [Diagnosis("main", (state(0, 2), state(1, 2)))])
-    now = Snapshot(3.0, [Diagnosis("main", (state(0, 6, 4_000_000_000, waiting), state(1, 5)))])
+    before = JobSnapshot(1.0, [Diagnosis("main", (state(0, 2), state(1, 2)))])
+    now = JobSnapshot(3.0, [Diagnosis("main", (state(0, 6, 4_000_000_000, waiting), state(1, 5)))])
     first, second = lines_of(before, now)
     assert (first.op, first.busy, first.waits_for) == ("all_reduce(float32[4], SUM) #5", True, (1,))
     assert (first.per_second, first.gb_per_second) == (2.0, 2.0)
@@ -52,7 +52,7 @@ def test_rates_and_the_ranks_that_a_rank_waits_for() -> None:
 
 def test_a_rank_that_does_not_answer_has_its_reason() -> None:
     gone = RankState(1, False, gone="killed")
-    (line,) = lines_of(Snapshot(0.0, []), Snapshot(1.0, [Diagnosis("main", (gone,))]))
+    (line,) = lines_of(JobSnapshot(0.0, []), JobSnapshot(1.0, [Diagnosis("main", (gone,))]))
     assert (line.op, line.per_second) == ("is gone: killed", 0.0)
     pytest.importorskip("rich")
     assert table_of("run", [line]).row_count == 1

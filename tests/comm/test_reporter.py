@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, BrokenError, CollectiveMismatchError, Comm, PeerLostError, new_comm
-from asynccomm.comm.in_flight import InFlight
+from asynccomm.comm.in_flight import RECORDED, InFlight
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.comm.reporter import EXPLAINED, Reporter
-from asynccomm.comm.submission import COMPARED, RECORDED, Submitter
+from asynccomm.comm.submission import COMPARED, Submitter
 from asynccomm.comm.wire_errors import encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.schema import JsonObject
@@ -93,7 +93,7 @@ class Parts:
 
     def issue(self, op: Any, seq: int, batch: int = 1) -> Work[Any]:
         work = self.work(op, seq)
-        self.submitter.recent.append((work.op, work.site, work.seq, work.started))
+        self.submitter.recent.append((work.op, work.site, work.seq, work.started, None))
         if self.submitter._compare is not None:
             self.submitter._compare(work, batch)
         return work

@@ -51,7 +51,7 @@ def test_a_straggler_is_last_in_nearly_all_and_by_more_than_the_limit() -> None:
 
 
 def test_many_calls_are_thinned_to_the_same_numbers_on_all_ranks() -> None:
-    logs = [ArrivalLog(), ArrivalLog()]
+    logs = [ArrivalLog(lambda: None), ArrivalLog(lambda: None)]
     for seq in range(1000):
         logs[0].finished((Barrier(), None, seq, float(seq), float(seq)))
     for seq in range(10, 900):
@@ -64,7 +64,7 @@ def test_many_calls_are_thinned_to_the_same_numbers_on_all_ranks() -> None:
 
 async def test_deferred_calls_are_noted_with_their_numbers() -> None:
     async with loopback_world(1) as (comm,):
-        log = ArrivalLog()
+        log = ArrivalLog(lambda: None)
         comm._submitter.watch(log)
         async with comm.coalesce():
             first, second = comm.all_reduce(torch.ones(2)), comm.all_reduce(torch.ones(2))

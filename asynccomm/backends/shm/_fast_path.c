@@ -462,8 +462,17 @@ WorkState *core_new_work(const FastPath *f, const Entry *entry, PyObject *result
 /* A call as `Called` in submission.py has it; finished: negative while pending. */
 static PyObject *called(PyObject *op, PyObject *site, long long seq, double started, double finished)
 {
-    if (finished < 0) return Py_BuildValue("(OOLdO)", op, site, seq, started, Py_None);
-    return Py_BuildValue("(OOLdd)", op, site, seq, started, finished);
+    PyObject *end = finished < 0 ? Py_None : PyFloat_FromDouble(finished), *call = end ? PyTuple_New(5) : NULL;
+    if (finished < 0) Py_INCREF(Py_None);
+    if (!call) {
+        Py_XDECREF(end);
+        return NULL;
+    }
+    Py_INCREF(op), Py_INCREF(site);
+    PyTuple_SetItem(call, 0, op), PyTuple_SetItem(call, 1, site), PyTuple_SetItem(call, 2, PyLong_FromLongLong(seq));
+    PyTuple_SetItem(call, 3, PyFloat_FromDouble(started)), PyTuple_SetItem(call, 4, end);
+    if (PyErr_Occurred()) Py_CLEAR(call); /* no memory for a number */
+    return call;
 }
 
 int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started, double finished)
