@@ -13,10 +13,13 @@ MAX_SECONDS = 1e9  # beyond the range of the system's clocks: counts as infinite
 DEFAULT_TIMEOUT = 600.0  # seconds; torchcomms' limit for set-up and for one operation
 MAX_OPS = 4096  # operations in flight at which ready() begins to hold back
 MAX_BYTES = 1 << 30  # bytes in flight at which ready() begins to hold back
+MOST_RECORDED = 1 << 20
 ORDERINGS = ("program", "agreed")
 HINTS = {
     "control": '"off": no control channel, and with it no news of why others fail, no diagnosis, no shrinking (default '
     '"on")',
+    "metrics": '"on": counters, histograms and the ranks that come last, in comm.statistics() (default "off")',
+    "recorder": "number of last calls that the flight recorder keeps (default 256)",
 }  # hints for the comms of every backend
 
 _log = logging.getLogger("asynccomm")
@@ -60,6 +63,11 @@ def check_hints(hints: Mapping[str, str] | None, known: Mapping[str, str], backe
     check_strings(hints)
     if hints.get("control", "on") not in ("on", "off"):
         raise ValueError(f"hint 'control' must be 'on' or 'off', got {hints['control']!r}")
+    if hints.get("metrics", "off") not in ("on", "off"):
+        raise ValueError(f"hint 'metrics' must be 'on' or 'off', got {hints['metrics']!r}")
+    recorded = hints.get("recorder", "1")
+    if not (recorded.isascii() and recorded.isdecimal() and 0 < int(recorded) <= MOST_RECORDED):
+        raise ValueError(f"hint 'recorder' must be an integer from 1 to {MOST_RECORDED}, got {recorded!r}")
     known = {**HINTS, **known}
     for key in sorted(hints.keys() - known.keys()):
         _log.warning("hint %r is unknown to backend %r and ignored; it knows %s", key, backend, sorted(known))

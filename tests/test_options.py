@@ -65,7 +65,7 @@ def test_unknown_hints_are_logged_and_left_out(caplog: pytest.LogCaptureFixture)
     for message, hint in zip(messages, ("'algo'", "'thread'"), strict=True):
         assert message.startswith(f"hint {hint} ")
         assert "'gloo'" in message
-        assert "['control', 'interface', 'threads']" in message
+        assert "['control', 'interface', 'metrics', 'recorder', 'threads']" in message
 
 
 @pytest.mark.parametrize("value", ["on", "off"])

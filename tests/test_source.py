@@ -12,7 +12,8 @@ PACKAGE = ROOT / "asynccomm"
 
 # The packages, and the modules beside them, lowest first: an import points to one that stands further ahead.
 LAYERS = [
-    "version errors options ops core control store serialization backends batching rendezvous windows comm runner",
+    "version errors options ops core control store serialization backends batching rendezvous observe windows",
+    "comm runner",
     "experts gradients interop weights compat cli testing",
 ]
 ORDER = [package for layer in LAYERS for package in layer.split()]
@@ -42,7 +43,7 @@ BY_OPERATION = {
     "backends.shm.windows",
     "backends.windows",
     "batching.fusion",
-    "compat.c10d.recorder",
+    "observe.flight",
 }
 
 

@@ -244,6 +244,9 @@ class DirectCalls(Protocol):
     queues: dict[object, Any]  #: of scopes, by the task or thread
     in_flight: Any
 
+    def note(self, call: Any) -> object:
+        """Report a call that is done, as ``recent`` has it, to the watchers; called if ``counts.watchers`` is not 0."""
+
     @property
     def lock(self) -> Any:
         """An RLock, held while submitting."""

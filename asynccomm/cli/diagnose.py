@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self, final
 
+from asynccomm.cli.dumps import dumps_of, write_dumps
 from asynccomm.cli.run import Commands
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.messages import JobOverview, RankAnswer
@@ -297,13 +298,13 @@ async def _find(wanted: str | None) -> list[JobSummary]:
     return [job for job in jobs if not pid or any(_descends(each, pid) for each in job.pids)]
 
 
-async def _listen(family: ProcessTree, stacks: bool) -> Answer:
-    """The state of all ranks of the process tree, as far as any answering rank can find out."""
+async def _listen(family: ProcessTree, look: Look) -> Answer:
+    """The answers of all ranks of the process tree, as far as any answering rank can find out."""
     said = Answer()
 
     async def ask(door: ProcessSocket, ranks: list[int] | None = None) -> bool:
         try:
-            messages, _ = await _ask(door, Look(stacks, ranks), LOOK_SECONDS)
+            messages, _ = await _ask(door, Look(look.stacks, ranks, look.flight), LOOK_SECONDS)
         except (OSError, MessageError):
             return False
         for message in messages:
@@ -350,11 +351,11 @@ def _late(found: Diagnosis, bar: int) -> tuple[int, ...]:
 
 
 async def _examine(family: ProcessTree, stacks: bool) -> list[Snapshot]:
-    found = _diagnoses(family, await _listen(family, stacks))
+    found = _diagnoses(family, await _listen(family, Look(stacks)))
     least = {key: max(state.collectives for state in one.ranks) for key, one in found.items()}
     behind = any(_late(one, least[key]) for key, one in found.items())
     if behind and not any(_late(one, 0) for one in found.values()):  # only behind: take a second snapshot
-        found = _diagnoses(family, await _listen(family, stacks))
+        found = _diagnoses(family, await _listen(family, Look(stacks)))
     return [Snapshot(one, _late(one, least.get(key, 0))) for key, one in found.items()]
 
 
@@ -390,21 +391,37 @@ def add_command(commands: Commands) -> None:
     add("--stacks", action="store_true", help="also show the stacks of each rank's main thread and tasks")
     add("--comm", metavar="NAME", help="show this comm only")
     add("--json", action="store_true", help="print it for machines")
+    add("--dump", type=Path, metavar="DIR", help="write the flight recorder of each rank to DIR, for trace analyze")
     parser.set_defaults(command=lambda arguments: _diagnose(parser, arguments), parser=parser)
 
 
-def _diagnose(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def job_of(parser: argparse.ArgumentParser, wanted: str | None) -> JobSummary:
+    """The one job that ``wanted`` means; else the command ends with an error."""
     if sys.platform != "linux":
         parser.error(f"runs are found by their abstract sockets in /proc/net/unix, which {sys.platform} does not have")
-    jobs = asyncio.run(_find(arguments.run))
+    jobs = asyncio.run(_find(wanted))
     if not jobs:
-        wanted = "" if arguments.run is None else f" that is called {arguments.run!r} or has such a process"
-        parser.error(f"there is no run of yours on this host{wanted}")
+        which = "" if wanted is None else f" that is called {wanted!r} or has such a process"
+        parser.error(f"there is no run of yours on this host{which}")
     if len(jobs) > 1:
         parser.error(
             "\n  ".join([f"argument RUN: say which, by its id or a pid; there are {len(jobs)}:", *map(str, jobs)])
         )
-    job = jobs[0]
+    return jobs[0]
+
+
+async def states_of(job: JobSummary) -> list[Diagnosis]:
+    """The states of a job's ranks by comm, sorted by name; empty once all comms are closed."""
+    opened = [family for family in job.families if family.opened]
+    answers = await asyncio.gather(*(_listen(family, Look()) for family in opened))
+    found = [each for family, said in zip(opened, answers, strict=True) for each in _diagnoses(family, said).values()]
+    return sorted(found, key=lambda each: each.comm)
+
+
+def _diagnose(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    job = job_of(parser, arguments.run)
+    if arguments.dump is not None:
+        return _dump(parser, job, arguments.dump)
     views, closed = asyncio.run(_report(job, arguments.stacks))
     if arguments.comm is not None:
         names = sorted({view.diagnosis.comm for view in views})
@@ -415,6 +432,24 @@ def _diagnose(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     fine = not closed and not any(view.late for view in views)
     print(_as_json(job, views, closed, fine) if arguments.json else _as_text(job, views, closed))
     return 0 if fine else 1
+
+
+def _dump(parser: argparse.ArgumentParser, job: JobSummary, directory: Path) -> int:
+    """Write the flight recorders. The exit code is 1 if a rank has not sent its own."""
+
+    async def ask() -> list[Answer]:
+        return await asyncio.gather(*(_listen(family, Look(flight=True)) for family in job.families if family.opened))
+
+    dumps = dumps_of([answer.answers for answer in asyncio.run(ask())])
+    try:
+        paths = write_dumps(dumps, directory)
+    except OSError as exc:
+        parser.error(f"argument --dump: cannot write to {str(directory)!r}: {exc.strerror}")
+    missing = sorted({door.rank for door in job.doors} - dumps.keys())
+    if missing:
+        print(f"no flight recorder came from ranks {missing}", file=sys.stderr)
+    print("\n".join(map(str, paths)))
+    return int(bool(missing))
 
 
 def _as_json(

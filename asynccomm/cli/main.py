@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from asynccomm.cli import diagnose, doctor, run
+from asynccomm.cli import diagnose, doctor, run, top, trace
 from asynccomm.version import __version__
 
 
@@ -52,6 +52,8 @@ def _main(argv: Sequence[str] | None) -> int:
     run.add_command(commands)
     doctor.add_command(commands)
     diagnose.add_command(commands)
+    trace.add_command(commands)
+    top.add_command(commands)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")

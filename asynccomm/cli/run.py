@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from asynccomm.cli.environment import cpu_sets
 from asynccomm.cli.launch import GRACE_SECONDS, LaunchOptions, launch
 from asynccomm.cli.nodes import NodeOptions
+from asynccomm.cli.traced_run import traced
 from asynccomm.errors import RendezvousError
 
 _DESCRIPTION = """\
@@ -82,6 +83,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix", action="store_true", help="pass lines on without their rank in front")
     grace = f"time that ranks get to end after a signal (default: {GRACE_SECONDS:g})"
     add("--grace", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS", help=grace)
+    add("--trace", type=Path, metavar="OUT.json", help="write a trace of all ranks, for Perfetto")
     add("--elastic", action="store_true", help="go on when a rank is lost (see Comm.shrink)")
     least = "an elastic run fails when fewer ranks are left (default: 1)"
     add("--min-ranks", type=_at_least_one, metavar="N", help=least)
@@ -101,7 +103,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         name = "--master-port" if nodes is None else "--store"
         parser.error(f"argument {name}: cannot listen at {where[0]}:{where[1]}: {exc.strerror}")
     try:
-        return asyncio.run(launch(options, listening))
+        with traced(arguments.trace):
+            return asyncio.run(launch(options, listening))
     except RendezvousError as exc:
         return _fail(parser, str(exc))
     except (OSError, subprocess.SubprocessError) as exc:
@@ -113,6 +116,8 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     size, per_rank, log_dir = arguments.ranks, arguments.cpus_per_rank, arguments.log_dir
     if not arguments.module and not os.path.exists(arguments.script):
         parser.error(f"argument SCRIPT: {arguments.script!r} does not exist")
+    if arguments.trace is not None and not arguments.trace.parent.is_dir():
+        parser.error(f"argument --trace: the folder {str(arguments.trace.parent)!r} does not exist")
     if arguments.tee and log_dir is None:
         parser.error("argument --tee: needs --log-dir")
     elastic = arguments.elastic or arguments.restart is not None

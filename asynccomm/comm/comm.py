@@ -21,6 +21,7 @@ from asynccomm.comm.methods.experts import ExpertCollectives
 from asynccomm.comm.methods.groups import Groups
 from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.objects import Objects
+from asynccomm.comm.methods.observation import Observation
 from asynccomm.comm.methods.p2p import P2P
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import VariableCollectives
@@ -53,6 +54,7 @@ class Comm(
     Objects,
     TensorDicts,
     Groups,
+    Observation,
     Windows,
 ):
     """A group of ranks that exchange tensors; made by :func:`asynccomm.new_comm`.
@@ -212,7 +214,9 @@ class Comm(
         Cancelling is safe. Raises: ClosedError, BrokenError.
         """
         self._submitter.check_loop()
-        await self._session.in_flight.ready(self._submitter.check_open)
+        waited = await self._session.in_flight.ready(self._submitter.check_open)
+        if waited:
+            self._submitter.watchers.waited(waited)
 
     async def preempted(self) -> bool:
         """Whether SIGTERM has arrived at any rank: the same answer on all ranks. A collective.

@@ -13,11 +13,12 @@ from asynccomm.batching.fusion import fuse, fusion_key
 from asynccomm.batching.queue import DeferredQueue
 from asynccomm.comm.held_calls import checked_call, restored
 from asynccomm.comm.in_flight import InFlight
-from asynccomm.comm.submission import Called, Submitter
+from asynccomm.comm.submission import Submitter
 from asynccomm.core.callsite import CallSite
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts
 from asynccomm.core.work import Work
+from asynccomm.observe.watchers import Called
 from asynccomm.ops import Call, Op
 from asynccomm.ops.validation import CommInfo
 
@@ -44,6 +45,7 @@ class SubmitterCalls:
         self.mailbox: Mailbox = submitter.mailbox
         self.counts: CallCounts = submitter.counts
         self.recent: deque[Called] = submitter.recent
+        self.note: Callable[[Called], object] = submitter.watchers.finished
         self.records_sites: bool = submitter.records_sites
         self.queues: dict[object, DeferredQueue] = submitter.queues
         self.in_flight: InFlight = submitter.in_flight
@@ -85,3 +87,5 @@ class SubmitterCalls:
                 submitter.in_flight.deadlines.add(fused.most_urgent)
             for member in fused.members:
                 submitter.check_late(member.work)
+                if submitter.watchers.all:
+                    submitter.watchers.called(Call(member.work.op, (), (), None), member.work)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 from asynccomm.core.callsite import show
 from asynccomm.core.deadlines import Deadlines
@@ -15,8 +16,21 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import CollectiveTimeoutError
+from asynccomm.observe.lateness import Lateness
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
+
+RECORDED: Final = 256
+
+
+class Measured(Protocol):
+    """The metrics of a comm."""
+
+    @property
+    def lateness(self) -> Lateness: ...
+
+    def text(self, statistics: CommStatistics, /) -> str:
+        """The metrics in Prometheus' format, with the gauges of ``statistics``."""
 
 
 class CommStatistics(NamedTuple):
@@ -29,6 +43,23 @@ class CommStatistics(NamedTuple):
     batches: int = 0  #: batches of more than one operation sent so far
     waiting: int = 0  #: tasks that wait in ``ready()``
     waits: int = 0  #: calls of ``ready()`` that had to wait so far
+    measured: Measured | None = None  #: the comm's metrics; None without the hint ``metrics``
+
+    @property
+    def lateness(self) -> Lateness:
+        """Which rank came last to collectives, and by how much. Raises: RuntimeError without the hint ``metrics``."""
+        return self._measured().lateness
+
+    def prometheus(self) -> str:
+        """The metrics in Prometheus' text format. Raises: RuntimeError without the hint ``metrics``."""
+        return self._measured().text(self)
+
+    def _measured(self) -> Measured:
+        if self.measured is None:
+            raise RuntimeError(
+                "the comm has no metrics: make it with hints={'metrics': 'on'}, or set ASYNCCOMM_METRICS"
+            )
+        return self.measured
 
 
 @final
@@ -49,6 +80,11 @@ class InFlight:
         self.timeout: float = options.timeout  #: the comm's time limit, in seconds
         self.counts: CallCounts = CallCounts()
         self.counts.limit = options.timeout
+        #: number of last calls that the comm records; few, so that their memory stays in the cache
+        self.recorded: int = int(options.hints.get("recorder", RECORDED))
+        #: the ends of operations with a Work of the ordinary path: whether a message, number, time, type of the error
+        self.ended: deque[tuple[bool, int, float | None, str]] = deque(maxlen=self.recorded)
+        self.measured: Measured | None = None  #: for the statistics
         self.batches = 0  #: for the statistics
         self._mailbox = mailbox
         self._max_ops, self._max_bytes = options.max_ops, options.max_bytes
@@ -59,6 +95,8 @@ class InFlight:
     def settled(self, work: Work[Any]) -> None:
         """Remove ``work``, which is settled. From any thread."""
         self.works.pop(work, None)
+        error = work._error  # exception() would mark the error as retrieved
+        self.ended.append((work.op.p2p, work.seq, work.finished, "" if error is None else type(error).__name__))
         if work.started > self._extended:
             self.set_timeout(self.timeout)
         self.wake()
@@ -90,6 +128,7 @@ class InFlight:
             self.batches,
             self._waiting,
             self._waits,
+            self.measured,
         )
 
     def set_timeout(self, timeout: float) -> None:
@@ -107,8 +146,11 @@ class InFlight:
             self.counts.detours += 1  # the first operation to be done ends the extension
         self._extended = now
 
-    async def ready(self, check_open: Callable[[], object]) -> None:
-        """Wait until the operations that were sent are below the limits; ``check_open`` raises to end the wait."""
+    async def ready(self, check_open: Callable[[], object]) -> float:
+        """Wait until the operations that were sent are below the limits; ``check_open`` raises to end the wait.
+
+        Returns: the seconds of the wait; 0: there was none.
+        """
 
         def crowded() -> bool:
             check_open()
@@ -117,13 +159,15 @@ class InFlight:
         if not crowded():
             if self._much():
                 await asyncio.sleep(0)  # the ranks can agree on held operations only when the loop runs
-            return
+            return 0.0
+        began = time.monotonic()
         self._waits += 1
         self._waiting += 1
         try:
             await self.wait_while(crowded)
         finally:
             self._waiting -= 1
+        return time.monotonic() - began
 
     async def wait_while(self, condition: Callable[[], bool]) -> None:
         """Wait while ``condition()`` holds; it is evaluated whenever an operation has settled. On the loop."""

@@ -16,13 +16,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, final
 
+from asynccomm.comm.flight import packed
 from asynccomm.comm.in_flight import RollCall
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
-from asynccomm.comm.submission import Called, Submitter
+from asynccomm.comm.submission import Submitter
 from asynccomm.comm.wire_errors import decode_error, encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.fingerprints import Fingerprint
+from asynccomm.control.subscribers import EVERY
 from asynccomm.control.timing import PING_SECONDS
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.core.callsite import CallSite, show
@@ -30,12 +32,15 @@ from asynccomm.core.hosts import host_name
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError, CollectiveMismatchError, PeerLostError
+from asynccomm.observe.clocks import ClockOffset, estimate
+from asynccomm.observe.watchers import Called
 from asynccomm.ops import Op, PeerOp, WindowOp
 from asynccomm.ops.signature import signature
 
 SHOWN: Final = 8  # operations in flight that an answer lists
 EXPLAINED: Final = 256  # operations at most that an answer about a mismatch describes
 ANSWER_SECONDS: Final = 0.5  # for peers to answer a request
+CLOCK_SAMPLES: Final = 8  # requests for another rank's time, of which the shortest counts
 
 
 @final
@@ -73,6 +78,8 @@ class Reporter:
         self._announced: str | None = None  # rank 0's announcement
         self._stores: dict[str, Any] = {}  # addresses of the next comm's store, by decision key
         self._waiters: list[asyncio.Future[None]] = []  # for an announcement or such an address
+        #: called with a rank and the numbers and times of its calls, on the control thread
+        self.on_arrivals: Callable[[int, Sequence[tuple[int, float]]], object] | None = None
         self._ping: float | None = None  # when a callback was posted to the loop; None: it has run
         channel.subscribe(key, self)
 
@@ -97,6 +104,28 @@ class Reporter:
         """Wait for the address that another member of decision ``key`` sends. On the comm's loop."""
         await self._wait_until(lambda: key in self._stores)
         return self._stores[key]
+
+    def send_arrivals(self, calls: Sequence[tuple[int, float]]) -> None:
+        """Send the other ranks the numbers and times of this rank's calls of collectives. From any thread."""
+        self._channel.broadcast(self._key, {"rank": self._group.rank, "kind": "arrivals", "calls": list(calls)})
+
+    async def clock_offset(self) -> ClockOffset | None:
+        """The offset to the clock of the job's lowest rank; None if it does not answer. On the comm's loop."""
+        channel = self._channel
+        there = channel.topology.contacts
+        root = min((rank for rank in there if rank not in channel.gone), default=channel.rank)
+        if root == channel.rank:
+            return ClockOffset()
+        samples = []
+        for _ in range(CLOCK_SAMPLES):
+            asked = time.monotonic()
+            try:
+                future = channel.request(EVERY, [root], {"what": "clock"}, ANSWER_SECONDS)
+                answers = (await asyncio.wrap_future(future)).get(root, {}).get("comms", {}).values()
+            except RuntimeError:  # the channel has ended
+                break
+            samples += [(asked, float(answer["now"]), time.monotonic()) for answer in answers if "now" in answer][:1]
+        return estimate(samples, same_host=there[root].host == there[channel.rank].host)
 
     async def closed_by(self, jobs: Sequence[int]) -> int:
         """Wait until one of ``jobs``, by rank of the job, has closed the comm; returns it. On the comm's loop."""
@@ -234,6 +263,7 @@ class Reporter:
         if item.get("kind") == "closed":
             if "lost" in item:
                 self._on_failure(self._closed_by_loss(rank, item))
+            self._departed(rank, "")
             self._closed.add(rank)
             self._wake_loop()
             return
@@ -244,6 +274,10 @@ class Reporter:
             if isinstance(members, list) and self._channel.rank not in members:
                 others = [self._ranks[member] for member in members if member in self._ranks]
                 self._on_failure(AbortedError(rank, f"ranks {others} go on as another comm, without this rank"))
+            return
+        if item.get("kind") == "arrivals":
+            if self.on_arrivals is not None:
+                self.on_arrivals(rank, [(int(seq), float(when)) for seq, when in item["calls"]])
             return
         if item.get("kind") == "meet":
             self._stores[str(item["key"])] = item.get("store")
@@ -281,7 +315,13 @@ class Reporter:
         """Handle the loss of the rank ``job`` of the job; ``how`` is empty if it has left."""
         rank = self._ranks.get(job)
         if rank is not None and how and rank not in self._closed:
+            self._departed(rank, how)
             self._on_failure(PeerLostError(rank, how))
+
+    def _departed(self, rank: int, how: str) -> None:
+        submitter = self._submitter()
+        if submitter is not None:
+            submitter.watchers.departed(rank, how)
 
     def on_request(self, question: JsonObject) -> JsonObject:
         """The reply to a request of another rank or of a diagnosing process."""
@@ -293,6 +333,11 @@ class Reporter:
                 return self._explain(int(question["seq"]), following=bool(question.get("following")))
             case "state":
                 return self._describe(bool(question.get("stacks")), question.get("tag"))
+            case "flight":
+                submitter = self._submitter()
+                return {} if submitter is None else {"flight": packed(submitter, self._jobs, int(question["bytes"]))}
+            case "clock":
+                return {"now": time.monotonic()}
             case _:
                 return {}
 
@@ -344,6 +389,8 @@ class Reporter:
         now, error = time.monotonic(), submitter.error
         collectives, messages = submitter.counts.collectives, submitter.counts.messages
         pending = submitter.in_flight.pending()
+        measured = submitter.in_flight.measured
+        straggler = None if measured is None else measured.lateness.last
         last = submitter.recent[-1] if submitter.recent else None
         answer: JsonObject = {
             "comm": self._group.name,
@@ -355,8 +402,10 @@ class Reporter:
             "collectives": collectives,
             "finished": collectives - sum(not work.op.p2p and work.seq != UNNUMBERED for work in pending),
             "messages": messages,
+            "nbytes": submitter.counts.nbytes,
+            "straggler": -1 if straggler is None else straggler.rank,
             "in_flight": len(pending),
-            "pending": [_called((work.op, work.site, work.seq, work.started), now) for work in pending[:SHOWN]],
+            "pending": [_called((work.op, work.site, work.seq, work.started, None), now) for work in pending[:SHOWN]],
             "last": None if last is None else _called(last, now),
             "blocked": self._ping is not None and now - self._ping > PING_SECONDS / 2,
             "issued": submitter.outstanding(tag) if isinstance(tag, str) else 0,
@@ -392,5 +441,5 @@ def _known_calls(submitter: Submitter) -> list[tuple[Op, CallSite | None, int]]:
 
 
 def _called(call: Called, now: float) -> dict[str, Any]:
-    op, site, seq, when = call
+    op, site, seq, when, _ = call
     return {"op": str(op), "seq": seq, "age": round(now - when, 3), "site": show(site)}

@@ -26,6 +26,7 @@ from datetime import timedelta
 from typing import Any, final
 
 from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, UnsuitableError, own_hints
+from asynccomm.comm.flight import dump_at_signal, dump_failure
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
 from asynccomm.comm.losses import located, may_be_recorded
 from asynccomm.comm.monitored_barrier import MonitoredBarriers
@@ -82,6 +83,7 @@ class Session:
         #: by name, the backends from which the one in use was chosen, and the hints for all of them
         self.candidates: Mapping[str, type[Backend]] = {}
         self.hints: Mapping[str, str] = options.hints
+        self.measures: bool = options.hints.get("metrics") == "on"  #: whether the comm has metrics
         self.regrouping: asyncio.Task[Session] | None = None  #: makes the comm that replaces this one
         self.reporter: Reporter | None = None  #: None: the comm has no control channel
         self.barriers: MonitoredBarriers = MonitoredBarriers(group, identity.room)
@@ -104,6 +106,7 @@ class Session:
             self.reporter = Reporter(channel, identity.key, identity.job_ranks, self.submitter, on_failure)
             self.submitter.records_sites = True
         _alive.add(self)
+        dump_at_signal(_recorded)
 
     @property
     def error(self) -> AsyncCommError | None:
@@ -361,6 +364,7 @@ class Session:
 
     async def _free(self) -> None:
         self.in_flight.deadlines.close()
+        self.submitter.watchers.closed()
         if self.reporter is not None:
             self.reporter.end()
         await self._resources.aclose()
@@ -435,8 +439,8 @@ class Session:
         """Abort the transport, and notify the observer. From any thread."""
         try:
             self.submitter.abort()
-            if self.submitter.observer is not None:
-                self.submitter.observer.broke(error)
+            self.submitter.watchers.broke(error)
+            dump_failure(error, self.submitter, _recorded)
         finally:
             ended.set_result(None)
         if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
@@ -499,6 +503,11 @@ class Session:
 def open_sessions() -> list[Session]:
     """The sessions of this process that have connected and have not finished closing."""
     return [session for session in list(_alive) if session.backend is not None and not session.ended]
+
+
+def _recorded() -> list[tuple[Submitter, list[int]]]:
+    """The open comms of this process for its flight recorder, with their ranks in the job."""
+    return [(session.submitter, list(session.identity.job_ranks)) for session in open_sessions()]
 
 
 def _of_stream(work: Work[Any]) -> bool:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 from asynccomm.backends.base import Backend, BackendWindow, FastCalls, HeldCall, Submission
 from asynccomm.batching.batches import Batch, FusedOp, batches_of, planned
@@ -36,29 +36,18 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError
+from asynccomm.observe.profiling import is_profiling, recorded
+from asynccomm.observe.watchers import Called, Watcher, Watchers
 from asynccomm.ops import Call, GroupedOp, Op, Several
 from asynccomm.ops.signature import signature_of
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import check_strings, seconds
 
-REMEMBERED: Final = 64  # number of last calls stored, as in _scopes.c; few, so that their memory stays in the cache
 COMPARED: Final = 1024  # the same where fingerprints are compared, which may find a difference long after the call
 
 DEPTH: Final = 4  # frames from call_site() to the user's call: call_site, ``submit_made``, its caller, and a method
 
-Called = tuple[Op, CallSite | None, int, float]  # operation, call site, number, time of the call
-
 _log = logging.getLogger("asynccomm")
-
-
-class Observer(Protocol):
-    """Is notified of the calls and the failure of a comm. Its methods must be quick, and not raise."""
-
-    def called(self, call: Call, work: Work[Any]) -> object:
-        """An operation of the backend was called. In the order of the calls, on the caller's thread."""
-
-    def broke(self, error: BrokenError) -> object:
-        """The comm has broken, and the other ranks were notified. From any thread."""
 
 
 @final
@@ -84,8 +73,9 @@ class Submitter:
         self.lock: threading.RLock = threading.RLock()  #: held while submitting, so that calls have one order
         self.records_sites = False  #: whether the place of each call is recorded, which the other ranks may request
         self._error: AsyncCommError | None = None
-        self._observer: Observer | None = None
-        self.recent: deque[Called] = deque(maxlen=REMEMBERED)  #: the last calls that were numbered
+        self.watchers: Watchers = Watchers(self.counts)
+        #: the last calls that were numbered; ``in_flight.ended`` has the ends of those without a time of the end
+        self.recent: deque[Called] = deque(maxlen=in_flight.recorded)
         self._compare: Callable[[Work[Any], int], object] | None = None
         self._aside = 0  # operations that do not use the backend
         self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
@@ -95,7 +85,7 @@ class Submitter:
         """Call ``compare(work, batch)`` with each later operation; ``batch`` as for ``Reporter.compare``."""
         self._compare = compare
         self.counts.detours += 1
-        self.recent = deque(self.recent, COMPARED)
+        self.recent = deque(self.recent, max(COMPARED, self.in_flight.recorded))
 
     @property
     def error(self) -> AsyncCommError | None:
@@ -107,15 +97,15 @@ class Submitter:
         self._error = error
         self.counts.closed = True
 
-    @property
-    def observer(self) -> Observer | None:
-        """Is notified of calls and of a failure."""
-        return self._observer
+    def watch(self, watcher: Watcher) -> None:
+        """Notify ``watcher`` of later calls. From any thread."""
+        with self.lock:
+            self.watchers.add(watcher)
 
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self.counts.detours += (observer is not None) - (self._observer is not None)
-        self._observer = observer
+    def unwatch(self, watcher: Watcher) -> None:
+        """Notify ``watcher`` no more. Idempotent. From any thread."""
+        with self.lock:
+            self.watchers.remove(watcher)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -139,6 +129,21 @@ class Submitter:
     ) -> Work[Any]:
         """Submit the checked calls of a method, as one operation if there is one call. From any thread."""
         site = call_site(DEPTH) if self.records_sites else None
+        if is_profiling():
+            call = made.calls[0] if isinstance(made, Several) else made
+            values = (call.inputs, call.outputs) if call.outputs is not call.inputs else call.inputs
+            submit = recorded(f"asynccomm::{call.op.kind}", values, self._submit_made)
+            return submit(made, timeout, hints, tag, site)
+        return self._submit_made(made, timeout, hints, tag, site)
+
+    def _submit_made(
+        self,
+        made: Call | Several,
+        timeout: float | timedelta | None,
+        hints: Mapping[str, str] | None,
+        tag: str | None,
+        site: CallSite | None,
+    ) -> Work[Any]:
         if isinstance(made, Several):
             calls = made.calls if tag is None else [call.labelled(tag) for call in made.calls]
             if len(calls) > 1:
@@ -152,6 +157,7 @@ class Submitter:
         work = self._work(call, self.counts.limit, site, self.backend)
         work.started = started
         self._send_one(call, work, run)
+        self.watchers.called(call, work)
         return work
 
     def taken_over(self, item: Submission | HeldCall) -> Submission:
@@ -180,6 +186,8 @@ class Submitter:
             limit = counts.limit
         else:
             limit = self._checked(timeout, hints)
+        if self.watchers.all:
+            self.watchers.before(call.op)
         with self.lock:
             if self._error is not None:
                 self.check_open()
@@ -191,8 +199,8 @@ class Submitter:
             else:
                 work = self._work(call, limit, site, self.backend)
                 self._send_one(call, work)
-            if self._observer is not None:
-                self._observer.called(call, work)
+            if self.watchers.all:
+                self.watchers.called(call, work)
         return work
 
     def submit_to(self, window: BackendWindow, call: Call, timeout: float | timedelta | None) -> Work[Any]:
@@ -217,7 +225,7 @@ class Submitter:
         else:
             work.seq = counts.collectives
             counts.collectives += 1
-        self.recent.append((work.op, work.site, work.seq, work.started))
+        self.recent.append((work.op, work.site, work.seq, work.started, None))
         submission = Submission(call, work)
         submission.run = run
         in_flight.works[work] = submission.nbytes
@@ -231,6 +239,7 @@ class Submitter:
                 counts.collectives -= 1
             raise
         counts.submitted += 1
+        counts.nbytes += submission.nbytes
         if self._compare is not None:
             self._compare(work, 1)
         if self._error is not None:
@@ -263,6 +272,8 @@ class Submitter:
         The Work is done when all operations are, and carries the number of the first.
         """
         limit = self._checked(timeout, hints)
+        for call in calls if self.watchers.all else ():
+            self.watchers.before(call.op)
         check_apart([item_of(call.op, call.inputs, call.outputs, [t for _, t in call.copies]) for call in calls])
         whole = CompositeWork()
 
@@ -296,9 +307,9 @@ class Submitter:
                         self.in_flight.works.pop(part, None)
                     self.counts.submitted -= len(parts)
                     raise
-            if self._observer is not None:
+            if self.watchers.all:
                 for call, part in zip(calls, parts, strict=True):
-                    self._observer.called(call, part)
+                    self.watchers.called(call, part)
         return whole.work
 
     def add_aside(self, op: Op, timeout: float | timedelta | None) -> Work[Any]:
@@ -417,12 +428,15 @@ class Submitter:
         collectives = sum([not item.op.p2p for item in batch.items])
         for item in batch.items:
             work = item.work
-            self.recent.append((work.op, work.site, work.seq, work.started))
+            self.recent.append((work.op, work.site, work.seq, work.started, None))
+            counts.nbytes += item.nbytes
             if self._compare is not None:
                 self._compare(work, collectives)
             if not item.op.p2p:
                 collectives = 0  # compared with the first
             self.check_late(work)
+        if self.watchers.all:
+            self.watchers.sent([item.work for item in batch.items])
         for fused in batch.fused_ops:
             fused.sent()
             if not fused.submission.work.done():
@@ -495,6 +509,8 @@ class Submitter:
                 self.drop(held, describe_exception(exc))
                 raise
             self.in_flight.batches += len(held) > 1
+            if self.watchers.all:
+                self.watchers.sent([item.work for item in held])
             self.in_flight.wake()
 
     def _flush(self, held: list[Submission]) -> None:

@@ -318,7 +318,7 @@ class ControlChannel:
 
     def _on_look(self, observer: Connection, look: Look) -> None:
         ranks = [rank for rank in self.topology.contacts if look.ranks is None or rank in look.ranks]
-        showing = self._begin(self._requests.send_overview(observer, ranks, look.stacks))
+        showing = self._begin(self._requests.send_overview(observer, ranks, look))
         showing.add_done_callback(lambda _: observer.close())  # also if the channel ends before the task starts
 
     # -- newcomers ----------------------------------------------------------------------------------------------------

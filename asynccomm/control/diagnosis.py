@@ -40,6 +40,8 @@ class RankState:
     collectives: int = 0  #: collectives issued so far
     finished: int = 0  #: number of them that are done
     messages: int = 0  #: point-to-point operations issued so far
+    nbytes: int = 0  #: bytes of the operations sent so far
+    straggler: int = -1  #: the rank that came last the most, by the comm's metrics; -1: none, or no metrics
     last: PendingOp | None = None  #: the operation called last
     pending: tuple[PendingOp, ...] = ()  #: the oldest operations in flight
     in_flight: int = 0  #: number of all operations in flight

@@ -13,10 +13,12 @@ from asynccomm.control.messages import JobOverview, RankAnswer, Reply, Request
 from asynccomm.control.router import Router, Transport
 from asynccomm.control.subscribers import EVERY, Subscribers
 from asynccomm.control.timing import ANSWER_SECONDS, PING_SECONDS
+from asynccomm.control.transport.connection import Look
 from asynccomm.control.transport.framing import MESSAGE_BYTES
 from asynccomm.control.transport.schema import JsonObject
 
 ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the enclosing message
+FLIGHT_BYTES: Final = ANSWER_BYTES // 64  # of one comm's flight recorder
 
 
 class _PendingRequest(NamedTuple):
@@ -104,14 +106,21 @@ class Requests:
         for asked in self._pending.values():
             asked.end()
 
-    async def send_overview(self, observer: Transport, ranks: Sequence[int], stacks: bool) -> None:
-        """Send the states of ``ranks`` to a diagnosing process, one per message: all in one could be too long."""
+    async def send_overview(self, observer: Transport, ranks: Sequence[int], look: Look) -> None:
+        """Send the states of ``ranks``, or their flight recorders, to a diagnosing process.
+
+        One message for each rank: all in one could be too long.
+        """
         router = self._router
         said: dict[int, JsonObject] = {}
-        if ranks:
+        if look.flight:
+            question = {"what": "flight", "bytes": FLIGHT_BYTES}
+            for rank in ranks:  # one after the other: each answer may be long
+                said |= await self.gather(EVERY, [rank], question, ANSWER_SECONDS)
+        elif ranks:
             await self.gather(EVERY, ranks, {"what": "ping"}, ANSWER_SECONDS)
             await asyncio.sleep(PING_SECONDS)
-            said = await self.gather(EVERY, ranks, {"what": "state", "stacks": stacks}, ANSWER_SECONDS)
+            said = await self.gather(EVERY, ranks, {"what": "state", "stacks": look.stacks}, ANSWER_SECONDS)
         for rank, answer in said.items():
             observer.send(RankAnswer(rank, answer.get("comms", {})))
         silent = {rank: router.silence(rank) for rank in ranks if rank not in said and rank not in router.gone}

@@ -83,9 +83,11 @@ static PyMemberDef counts_members[] = {
     {"collectives", T_LONGLONG, offsetof(CallCounts, collectives), 0, NULL},
     {"messages", T_LONGLONG, offsetof(CallCounts, messages), 0, NULL},
     {"submitted", T_LONGLONG, offsetof(CallCounts, submitted), 0, NULL},
+    {"nbytes", T_LONGLONG, offsetof(CallCounts, nbytes), 0, NULL},
     {"limit", T_DOUBLE, offsetof(CallCounts, limit), 0, NULL},
     {"detours", T_INT, offsetof(CallCounts, detours), 0, NULL},
     {"scopes", T_INT, offsetof(CallCounts, scopes), 0, NULL},
+    {"watchers", T_INT, offsetof(CallCounts, watchers), 0, NULL},
     {"closed", T_BOOL, offsetof(CallCounts, closed), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };

@@ -18,9 +18,9 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    long long collectives, messages, submitted;
+    long long collectives, messages, submitted, nbytes;
     double limit; /* seconds */
-    int detours, scopes;
+    int detours, scopes, watchers;
     char closed;
 } CallCounts;
 

@@ -44,9 +44,11 @@ class CallCounts:
         self.collectives = 0  #: numbered so far
         self.messages = 0  #: point-to-point operations numbered so far
         self.submitted = 0  #: operations called so far, for the statistics
+        self.nbytes = 0  #: of the operations sent so far, each by its larger side (inputs or outputs)
         self.limit: float = math.inf  #: seconds for an operation called now without a time limit of its own
         self.detours = 0  #: reasons for which calls do more than be sent or held: an agreed order, observers
         self.scopes = 0  #: tasks and threads in scopes that hold their calls
+        self.watchers = 0  #: watchers that the fast path reports its calls to
         self.closed = False  #: calls raise an error
 
 

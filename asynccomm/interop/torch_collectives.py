@@ -23,10 +23,10 @@ from asynccomm.core.work import Work
 from asynccomm.errors import MonitoredBarrierError
 from asynccomm.interop.group_comms import GroupComms
 from asynccomm.interop.loop_thread import detached
-from asynccomm.interop.profiling import is_profiling, recorded
 from asynccomm.interop.torch_version import checked_limit, time_limit, uncompiled
 from asynccomm.interop.torch_words import monitored_barrier_failed
 from asynccomm.interop.torch_work import TorchWork
+from asynccomm.observe.profiling import is_profiling, recorded
 from asynccomm.ops.reduce_op import ReduceOp
 
 NAME: Final = "asynccomm"  #: of the backend, in torch

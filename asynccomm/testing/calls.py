@@ -52,7 +52,7 @@ def _calls_of(session: Session) -> tuple[CommCalls, BrokenError | None]:
     held = [work for work in held if not isinstance(work.op, MonitoredBarrier)]
     last = [
         (number, str(op), show(site))
-        for op, site, number, _ in submitter.recent.copy()
+        for op, site, number, *_ in submitter.recent.copy()
         if not op.p2p and not isinstance(op, MonitoredBarrier)
     ][-SHOWN:]
     last += [(submitter.counts.collectives + index, str(work.op), show(work.site)) for index, work in enumerate(held)]

@@ -132,6 +132,15 @@ def test_hints_has_a_column_per_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_overheads_compares_each_setting_with_nothing_on(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("overheads.py", "--sizes", 8, "--rounds", 1, "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = {row["setting"]: row for row in json.loads(out.read_text())}
+    assert rows.keys() == {"small recorder", "off", "recorder", "events", "metrics", "trace", "hook"}
+    assert rows["off"]["more_us"] == 0
+
+
 def test_loop_lag_measures_each_setting_with_and_without_communication(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     done = bench(

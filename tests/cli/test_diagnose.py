@@ -25,7 +25,7 @@ from asynccomm.cli.main import main
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.messages import RankAnswer
-from asynccomm.control.transport.connection import Tokens
+from asynccomm.control.transport.connection import Look, Tokens
 from asynccomm.control.transport.framing import MESSAGE_BYTES
 from asynccomm.control.transport.sockets import ListeningSockets, run_name
 
@@ -369,6 +369,20 @@ def test_all_are_stopped(hanging: Running, command: Command) -> None:
     assert {one["pid"] for one in told["silent"]} == set(hanging.pids)
 
 
+def test_the_flight_recorders_are_dumped_and_name_the_same_rank(
+    hanging: Running, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = command(hanging.run, "--dump", tmp_path / "dumps")
+    assert (code, err) == (0, "")
+    assert out.split() == [str(tmp_path / "dumps" / f"rank_{rank}") for rank in range(3)]
+    assert main(["trace", "analyze", str(tmp_path / "dumps")]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "comm 'world', ranks [0, 1, 2], 1 collectives compared\n  collective #1 was not called by rank 2\n"
+    )
+    assert f"rank 0: all_reduce(float32[4], SUM), started at {hanging.script}:{line_of(HANGS, 'two call this')}" in said
+
+
 def test_it_disturbs_nothing(hanging: Running, command: Command) -> None:
     """After all that was done to the job, it is as it was, and has logged nothing."""
     for _ in range(3):
@@ -515,7 +529,8 @@ def test_elsewhere_than_on_linux(command: Command, monkeypatch: pytest.MonkeyPat
 @pytest.mark.real_python
 def test_it_needs_no_torch() -> None:
     modules = (
-        "asynccomm.cli.main, asynccomm.cli.diagnose, asynccomm.control.transport.framing, asynccomm.control.diagnosis"
+        "asynccomm.cli.main, asynccomm.cli.diagnose, asynccomm.observe.analysis, asynccomm.observe.chrome, "
+        "asynccomm.control.transport.framing, asynccomm.control.diagnosis"
     )
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert (
@@ -548,7 +563,7 @@ async def test_who_is_behind_for_a_moment_is_not_late(
 ) -> None:
     left = [said_of(*look) for look in looks]
 
-    async def listen(family: diagnose.ProcessTree, stacks: bool) -> diagnose.Answer:
+    async def listen(family: diagnose.ProcessTree, look: Look) -> diagnose.Answer:
         return left.pop(0)
 
     monkeypatch.setattr(diagnose, "_listen", listen)
@@ -683,7 +698,7 @@ async def test_stacks_that_are_too_long_are_left_out() -> None:
             one.subscribe("key", member)
         found = ProcessSocket.of_name(contacts[0].local)
         assert found is not None
-        said = await diagnose._listen(diagnose.ProcessTree((found,), (found,)), True)
+        said = await diagnose._listen(diagnose.ProcessTree((found,), (found,)), Look(True))
         assert said.answers == {rank: {"key": {"comm": "world", "size": 2}} for rank in range(2)}
         assert not any(member.lost for member in members)
     finally:

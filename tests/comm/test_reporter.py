@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, BrokenError, CollectiveMismatchError, Comm, PeerLostError, new_comm
-from asynccomm.comm.in_flight import InFlight
+from asynccomm.comm.in_flight import RECORDED, InFlight
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.comm.reporter import EXPLAINED, Reporter
-from asynccomm.comm.submission import COMPARED, REMEMBERED, Submitter
+from asynccomm.comm.submission import COMPARED, Submitter
 from asynccomm.comm.wire_errors import encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.schema import JsonObject
@@ -93,7 +93,7 @@ class Parts:
 
     def issue(self, op: Any, seq: int, batch: int = 1) -> Work[Any]:
         work = self.work(op, seq)
-        self.submitter.recent.append((work.op, work.site, work.seq, work.started))
+        self.submitter.recent.append((work.op, work.site, work.seq, work.started, None))
         if self.submitter._compare is not None:
             self.submitter._compare(work, batch)
         return work
@@ -190,7 +190,7 @@ async def test_the_operation_of_a_number(parts: Parts) -> None:
     assert __file__ in found["site"]
     assert found.keys() == {"op", "site", "signature"}
     assert parts.reporter.on_request({"what": "explain", "seq": 6}) == {}, "messages have numbers of their own"
-    for number in range(REMEMBERED):
+    for number in range(RECORDED):
         parts.issue(REDUCE, 100 + number)
     assert parts.reporter.on_request({"what": "explain", "seq": 5}) == {}, "long ago"
 
@@ -217,7 +217,7 @@ async def test_a_monitored_barrier_has_a_number_of_its_own(parts: Parts) -> None
 
 async def test_operations_in_flight_are_explained_at_any_age(parts: Parts) -> None:
     parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, 5)], 0)
-    for number in range(REMEMBERED):
+    for number in range(RECORDED):
         parts.issue(Barrier(), 100 + number)
     assert parts.reporter.on_request({"what": "explain", "seq": 5})["op"] == str(REDUCE)
 

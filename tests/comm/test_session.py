@@ -11,7 +11,6 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -38,6 +37,7 @@ from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import RankState
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Barrier, Recv
 from asynccomm.ops.validation import CommInfo
 from asynccomm.rendezvous.job import CommIdentity, Job, NameReservation
@@ -101,8 +101,12 @@ async def test_a_failure_settles_works_aborts_the_backend_and_notifies_the_obser
     session = alone(MemoryStore())
     await session.connect({"loopback": LoopbackBackend}, 10)
     observed: list[BrokenError] = []
-    observer: Any = SimpleNamespace(called=lambda call, work: None, broke=observed.append)
-    session.submitter.observer = observer
+
+    class Observer(Watcher):
+        def broke(self, error: BrokenError) -> None:
+            observed.append(error)
+
+    session.submitter.watch(Observer())
     work = session.submitter.submit(Recv.of(session.group, torch.ones(1), 0, 0), None, None)
     error = BackendError("cut")
     session.submitter.on_failure(error)

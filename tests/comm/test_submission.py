@@ -35,8 +35,8 @@ from asynccomm import (
 from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.batching.plan import BatchLimiter
-from asynccomm.comm.in_flight import InFlight
-from asynccomm.comm.submission import COMPARED, REMEMBERED, Submitter
+from asynccomm.comm.in_flight import RECORDED, InFlight
+from asynccomm.comm.submission import COMPARED, Submitter
 from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
@@ -134,7 +134,7 @@ async def test_a_call_is_numbered_recorded_and_in_flight() -> None:
     assert [(each.seq, each.timeout) for each in (work, message, again)] == [(0, 7), (0, 30), (1, 30)]
     assert (alone.submitter.counts.collectives, alone.submitter.counts.messages) == (2, 1)
     assert list(alone.in_flight.works.items()) == [(work, 8), (message, 4), (again, 8)]
-    assert alone.submitter.recent[0] == (work.op, site, 0, work.started)
+    assert alone.submitter.recent[0] == (work.op, site, 0, work.started, None)
     assert [[item.work for item in batch] for batch in alone.keeper.batches] == [[work], [message], [again]]
 
 
@@ -189,13 +189,15 @@ async def test_a_call_that_the_comm_breaks_meanwhile_fails() -> None:
 async def test_compared_calls_are_remembered_longer() -> None:
     alone = Alone()
     compared: list[tuple[int, int]] = []
-    for _ in range(REMEMBERED + 1):
+    for _ in range(RECORDED + 1):
         alone.submit()
-    assert len(alone.submitter.recent) == REMEMBERED
+    assert len(alone.submitter.recent) == RECORDED
     alone.submitter.compare(lambda work, batch: compared.append((work.seq, batch)))
     alone.submit()
     alone.submitter.submit_together([alone.reduce(), alone.reduce()], None, None, None)
-    assert compared == [(65, 1), (66, 2), (67, 0)], "the batch's size comes with its first operation"
+    assert compared == [(RECORDED + 1, 1), (RECORDED + 2, 2), (RECORDED + 3, 0)], (
+        "the batch's size comes with its first operation"
+    )
     assert alone.submitter.recent.maxlen == COMPARED
 
 

@@ -21,7 +21,7 @@
 static PyTypeObject *FastPath_Type, *Streak_Type, *Counts_Type, *State_of_Work;
 static PyObject *get_running_loop, *get_frame, *one, *two;
 static PyObject *name_running, *name_acquire, *name_release, *name_append, *name_filename, *name_lasti, *name_is_neg, *name_dtype,
-    *name_storage_offset, *name_untyped_storage, *name_nbytes;
+    *name_storage_offset, *name_untyped_storage, *name_nbytes, *name_profiling;
 
 /* Whether the answer of a method without arguments is `expected`; -1 with an exception. */
 static int answers(PyObject *object, PyObject *name, PyObject *argument, PyObject *expected)
@@ -251,6 +251,8 @@ static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int ten
     }
     Py_INCREF(entry->kernels), Py_INCREF(entry->op), Py_INCREF(entry->owners), Py_INCREF(entry->nbytes);
     entry->code = code, entry->numel = numel, entry->weight = weight;
+    entry->size = PyLong_AsLongLong(entry->nbytes);
+    if (PyErr_Occurred()) return -1;
     if (entry->result >= arguments || (message == Py_None && Py_TYPE(program) != Core_Program) || (message != Py_None && tensors != 1)) {
         PyErr_Format(PyExc_ValueError, "%R is no recipe of %zd arguments", recipe, arguments);
         return -1;
@@ -457,22 +459,51 @@ WorkState *core_new_work(const FastPath *f, const Entry *entry, PyObject *result
     return work;
 }
 
-int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started)
+/* A call as `Called` in submission.py has it; finished: negative while pending. */
+static PyObject *called(PyObject *op, PyObject *site, long long seq, double started, double finished)
 {
-    PyObject *call = Py_BuildValue("(OOLd)", op, site, seq, started);
+    PyObject *end = finished < 0 ? Py_None : PyFloat_FromDouble(finished), *call = end ? PyTuple_New(5) : NULL;
+    if (finished < 0) Py_INCREF(Py_None);
+    if (!call) {
+        Py_XDECREF(end);
+        return NULL;
+    }
+    Py_INCREF(op), Py_INCREF(site);
+    PyTuple_SetItem(call, 0, op), PyTuple_SetItem(call, 1, site), PyTuple_SetItem(call, 2, PyLong_FromLongLong(seq));
+    PyTuple_SetItem(call, 3, PyFloat_FromDouble(started)), PyTuple_SetItem(call, 4, end);
+    if (PyErr_Occurred()) Py_CLEAR(call); /* no memory for a number */
+    return call;
+}
+
+int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started, double finished)
+{
+    PyObject *call = called(op, site, seq, started, finished);
     PyObject *none = call ? PyObject_CallMethodObjArgs(f->recent, name_append, call, NULL) : NULL;
     Py_XDECREF(call), Py_XDECREF(none);
     return none ? 0 : -1;
+}
+
+void core_note(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started, double finished)
+{
+    if (!f->counts->watchers) return;
+    PyObject *call = called(op, site, seq, started, finished);
+    PyObject *none = call ? PyObject_CallFunctionObjArgs(f->note, call, NULL) : NULL;
+    if (!none) PyErr_WriteUnraisable(f->note);
+    Py_XDECREF(call), Py_XDECREF(none);
 }
 
 /* Take note of a call that is done; its Work. */
 static PyObject *finish(FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
 {
     long long seq = (*(entry->peer < 0 ? &f->counts->collectives : &f->counts->messages))++; /* before Python code can run */
-    f->counts->submitted++;
-    WorkState *work = core_remember(f, entry->op, site, seq, started) ? NULL : core_new_work(f, entry, result, site, started);
+    f->counts->submitted++, f->counts->nbytes += entry->size;
+    double finished = monotonic();
+    WorkState *work = core_remember(f, entry->op, site, seq, started, finished) ? NULL : core_new_work(f, entry, result, site, started);
     if (work && entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
-    if (work) work->seq = seq, work->finished = monotonic(), work->done = 1;
+    if (work) {
+        work->seq = seq, work->finished = finished, work->done = 1;
+        core_note(f, entry->op, site, seq, started, finished);
+    }
     return (PyObject *)work;
 }
 
@@ -641,7 +672,8 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
         PyErr_SetString(PyExc_RuntimeError, "the comm was dropped");
         return NULL;
     }
-    if (n >= 4 && args[0] == Py_None && args[1] == Py_None && args[2] == Py_None && !f->counts->closed && !f->counts->detours) {
+    if (n >= 4 && args[0] == Py_None && args[1] == Py_None && args[2] == Py_None && !f->counts->closed && !f->counts->detours
+        && PyDict_GetItemWithError(f->profiler, name_profiling) != Py_True) { /* torch's profiler gets events of Python code */
         PyObject *work = NULL;
         if (try_fast(f, args + 3, n - 3, &work)) return work;
     }
@@ -654,7 +686,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(recent) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
+    DO(files) DO(recent) DO(note) DO(profiler) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
     DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -707,8 +739,8 @@ static DLPackTable *table_of(PyObject *tensor)
     return table;
 }
 
-/* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, lock,
- * driven, queue, inbox, tensor, parameter, values, patience, short_bytes, thread_patience,
+/* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, note,
+ * profiler, lock, driven, queue, inbox, tensor, parameter, values, patience, short_bytes, thread_patience,
  * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
@@ -716,9 +748,10 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     long long short_bytes;
     double patience, thread_patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOOOOOOO!dLd(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOO!OOOOOOO!dLd(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
-                                  &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->lock, &f->driven,
+                                  &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->note, &PyDict_Type,
+                                  &f->profiler, &f->lock, &f->driven,
                                   &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &short_bytes, &thread_patience,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
                                   &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
@@ -729,6 +762,10 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
         parsed = 0;
     }
     f->short_bytes = short_bytes;
+    PyObject *most = parsed ? PyObject_GetAttrString(f->recent, "maxlen") : NULL;
+    f->remembered = most ? (int)PyLong_AsLong(most) : 0;
+    Py_XDECREF(most);
+    if (PyErr_Occurred()) parsed = 0;
     if (parsed && (f->table = table_of((PyObject *)f->tensor))) {
         f->patience = (int64_t)(patience * 1e9), f->thread_patience = (int64_t)(thread_patience * 1e9);
         f->constant_count = (int)PyTuple_Size(f->values);
@@ -764,7 +801,7 @@ int core_add_fast_path(PyObject *module)
         {&name_running, "__asyncio_running_event_loop__"}, {&name_acquire, "acquire"}, {&name_release, "release"}, {&name_append, "append"},
         {&name_filename, "co_filename"}, {&name_lasti, "f_lasti"}, {&name_is_neg, "is_neg"},
         {&name_dtype, "dtype"}, {&name_storage_offset, "storage_offset"}, {&name_untyped_storage, "untyped_storage"},
-        {&name_nbytes, "nbytes"}};
+        {&name_nbytes, "nbytes"}, {&name_profiling, "_is_profiler_enabled"}};
     for (size_t k = 0; k < sizeof names / sizeof *names; k++)
         if (!(*names[k].place = PyUnicode_InternFromString(names[k].text))) return -1;
     if (!(get_running_loop = attribute_of("asyncio", "_get_running_loop")) || !(get_frame = attribute_of("sys", "_getframe"))

@@ -71,6 +71,7 @@ typedef struct {
     PyObject *make; /* that the key names by its address; kept alive; NULL for calls that a scope has held */
     PyObject *op, *kernels, *owners; /* owners: of memory that is part of the recipe */
     PyObject *nbytes;                /* an int, for the statistics */
+    long long size;                  /* the same */
     uint64_t serial;                 /* names the entry in keys of several calls */
     int64_t weight; /* bytes that count for the limit of a kind */
     int kind; /* calls of one kind that a scope holds travel as one; 0: this one travels alone; -1: Python holds it */
@@ -100,7 +101,7 @@ typedef struct {
     RankPosition *state;
     CallCounts *counts;
     PyTypeObject *work_type;
-    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *recent, *lock, *driven, *queue, *inbox;
+    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *recent, *note, *profiler, *lock, *driven, *queue, *inbox;
     DLPackTable *table;
     PyTypeObject *tensor, *parameter;
     Scopes scopes;
@@ -108,6 +109,7 @@ typedef struct {
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
     int constant_count;
     int64_t short_bytes;
+    int remembered; /* calls that the comm remembers */
     Entry *entries[ENTRIES];
     int known;
     int64_t patience, thread_patience; /* nanoseconds; the latter on a thread that runs no loop, and so waits anyway */
@@ -143,7 +145,10 @@ void core_place(const Entry *entry, char *const *data);
 int core_start(FastPath *f, Entry *entry, char *const *data, long long number);
 
 /* Note a call for diagnoses: (op, site, seq, started); -1 with an exception. */
-int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started);
+int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started, double finished);
+
+/* Report a call that is done to the watchers of the comm, if there are any. Runs Python code; raises nothing. */
+void core_note(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started, double finished);
 
 /* A Work of a call, not settled, or NULL with an exception. */
 WorkState *core_new_work(const FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started);

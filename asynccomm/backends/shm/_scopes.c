@@ -15,7 +15,7 @@
 #include <string.h>
 #include <structmember.h>
 
-enum { FEW = 2, REMEMBERED = 64 }; /* tensors of most calls; calls that the comm remembers */
+enum { FEW = 2 }; /* tensors of most calls */
 
 /* A tensor of a held call. */
 typedef struct {
@@ -409,13 +409,20 @@ static int conclude(Flush *flush, int gc)
     }
     Py_XDECREF(left);
     if (gc) PyGC_Enable();
-    for (int k = flush->count > REMEMBERED ? flush->count - REMEMBERED : 0; k < flush->count && !failed; k++) {
-        WorkState *work = flush->calls[k]->work;
-        failed = core_remember(f, work->op, work->site, work->seq, work->started);
-    }
     double now = monotonic();
+    for (int g = 0; g < done; g++) /* the others are Python's to settle */
+        for (int k = flush->groups[g].first; k >= 0; k = flush->next[k]) flush->calls[k]->work->finished = now;
+    for (int k = 0; k < flush->count; k++) f->counts->nbytes += flush->calls[k]->entry->size;
+    for (int k = flush->count > f->remembered ? flush->count - f->remembered : 0; k < flush->count && !failed; k++) {
+        WorkState *work = flush->calls[k]->work;
+        failed = core_remember(f, work->op, work->site, work->seq, work->started, work->finished);
+    }
     for (int g = 0; g < done && !failed; g++)
-        for (int k = flush->groups[g].first; k >= 0 && !failed; k = flush->next[k]) failed = settle(f, flush->calls[k]->work, now);
+        for (int k = flush->groups[g].first; k >= 0 && !failed; k = flush->next[k]) {
+            WorkState *work = flush->calls[k]->work;
+            failed = settle(f, work, now);
+            if (!failed) core_note(f, work->op, work->site, work->seq, work->started, now);
+        }
     if (failed) core_break_comm(f);
     return failed ? -1 : 0;
 }

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.nn import Parameter
 
 from asynccomm.backends.base import DirectCalls, FastCalls, HeldCall, Submission
@@ -107,6 +108,8 @@ def fast_path(
         call_site if calls.records_sites else None,
         user_files,
         calls.recent,
+        calls.note,
+        vars(profiler),
         calls.lock,
         driven,
         *queues,
@@ -211,7 +214,8 @@ def _message(group: CommInfo, call: Call, result: int) -> Recipe | None:
     op: Any = call.op
     if op.peer is None or op.peer == group.rank:
         return None
-    return Recipe(None, (CODES[op.dtype], op.numel), (), (), op, result, None, (op.peer, op.tag, op.is_send))
+    message = op.peer, op.tag, op.is_send
+    return Recipe(None, (CODES[op.dtype], op.numel), (), (), op, result, None, message, op.numel * op.dtype.itemsize)
 
 
 def _places(operand: Operand | int, tensors: Sequence[Tensor]) -> list[Place] | None:

@@ -14,7 +14,9 @@ from torch import Tensor
 from asynccomm.backends.base import Backend
 from asynccomm.comm.direct_calls import fast_path
 from asynccomm.comm.in_flight import CommStatistics
+from asynccomm.comm.measuring import measure_if_wanted
 from asynccomm.comm.session import Session
+from asynccomm.comm.tracing import trace_if_wanted
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, PayloadError, PayloadTypeError
@@ -57,6 +59,8 @@ class CommBase(Handle):
         self._fast = fast_path(self._submitter)
         # for methods that take tensors and plain values
         self._call = self._submitter.call if self._fast is None else self._fast.submit
+        trace_if_wanted(session)
+        measure_if_wanted(session)
         self._sent_schemas = SenderSchemaCache()
         self._received_schemas = ReceiverSchemaCache()
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import pickle
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, final
@@ -26,23 +24,17 @@ import torch
 
 from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.process_group import ProcessGroup
-from asynccomm.core.callsite import CallSite, line_number
-from asynccomm.core.work import UNNUMBERED, Work
+from asynccomm.core.callsite import CallSite
+from asynccomm.core.work import Work
 from asynccomm.errors import AbortedError, BrokenError
-from asynccomm.ops import AllToAll, Broadcast, Call, Op, Parcels, PeerOp, Reduce
+from asynccomm.observe.flight import Side, dump_of, status_of
+from asynccomm.observe.watchers import Watcher
+from asynccomm.ops import Call, Op
 
-VERSION: Final = "2.10"  # of torch's format
 RECORDS: Final = 2000
 SHOWN: Final = 4  # operations in flight that the log names
-_NAMES: Final = {  # names in torch's backends, where they differ
-    "all_gather_single": "_all_gather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "all_to_all_single": "all_to_all",
-}
 
 _log: Final = logging.getLogger("asynccomm")
-
-Side = tuple[Sequence[int], Sequence[torch.dtype]]  # sizes and dtypes of the inputs, or of the outputs
 
 
 @final
@@ -90,11 +82,13 @@ def _side(tensors: Sequence[torch.Tensor]) -> Side | None:
 
 
 @final
-class GroupRecorder:
-    """Observer of one comm of a group, which adds the comm's operations to the ring.
+class GroupRecorder(Watcher):
+    """Watcher of one comm of a group, which adds the comm's operations to the ring.
 
-    Each comm has its own numbers of operations, so a group with several comms has several observers.
+    Each comm has its own numbers of operations, so a group with several comms has several watchers.
     """
+
+    detours = True  # it records the tensors' shapes
 
     def __init__(self, recorder: FlightRecorder, number: int, pg: ProcessGroup, comm: Comm) -> None:
         self.number = number
@@ -135,8 +129,8 @@ class FlightRecorder:
             self._ring = deque(maxlen=size)
         groups = self._groups[pg] = []
         for comm in pg.comms:
-            comm._submitter.observer = group = GroupRecorder(self, next(self._group_numbers), pg, comm)
-            groups.append(group)
+            groups.append(GroupRecorder(self, next(self._group_numbers), pg, comm))
+            comm._submitter.watch(groups[-1])
 
     def forget(self, pg: ProcessGroup) -> None:
         """Drop a destroyed group. Its records stay in the ring."""
@@ -166,24 +160,8 @@ class FlightRecorder:
         """
         records = self._records()
         there = [group for groups in list(self._groups.values()) for group in groups]
-        groups = dict.fromkeys([*there, *(group for group, _ in records)])
-        dump: dict[str, Any] = {
-            "version": VERSION,
-            "comm_lib_version": "",
-            "pg_config": {
-                group.name: {"name": group.name, "desc": group.desc, "ranks": str(list(group.ranks))}
-                for group in groups
-            },
-            "pg_status": {str(group.number): _status(group, records) for group in groups},
-        }
-        if collectives:
-            since = time.time_ns() - time.monotonic_ns()  # start of the monotonic clock
-            dump["entries"] = [
-                _entry(group, record, since, frames)
-                for group, record in records
-                if record.finished is None or not only_active
-            ]
-        return dump
+        shown = [(group, record) for group, record in records if record.finished is None or not only_active]
+        return dump_of(there, records, entries=shown if collectives else None, frames=frames)
 
     def _records(self) -> list[tuple[GroupRecorder, Record]]:
         return [] if self._ring is None else list(self._ring.copy())  # a copy, as other threads may append
@@ -191,7 +169,7 @@ class FlightRecorder:
     def report(self, group: GroupRecorder, error: str) -> None:
         """Log the operations in flight of a broken group, and write the dump. ``error`` is the error's type name."""
         records = self._records()
-        status = _status(group, records)
+        status = status_of(group, records)
         cut = [record for each, record in records if each is group and record.error == error]
         said = ", ".join([str(record.op) for record in cut[:SHOWN]]) or "nothing"
         if len(cut) > SHOWN:
@@ -235,92 +213,3 @@ def _size() -> int:
     except ValueError:
         _log.warning("TORCH_FR_BUFFER_SIZE is %r and no number: the flight recorder keeps %d records", text, RECORDS)
         return RECORDS
-
-
-def _status(group: GroupRecorder, records: Sequence[tuple[GroupRecorder, Record]]) -> dict[str, str]:
-    """Numbers of a group's last submitted and last completed collective; -1 for none."""
-    mine = [record for each, record in records if each is group and not record.op.p2p]
-    called = max([record.number_on_comm for record in mine], default=UNNUMBERED)
-    done = [record.number_on_comm for record in mine if record.finished is not None and record.error is None]
-    status = {
-        "last_enqueued_collective": str(called),
-        "last_started_collective": str(called),
-        "last_completed_collective": str(max(done, default=UNNUMBERED)),
-    }
-    return {**status, "error": group.error} if group.error else status
-
-
-def _entry(group: GroupRecorder, record: Record, since: int, frames: bool) -> dict[str, Any]:
-    finished, seq = record.finished, record.number_on_comm
-    created = since + int(record.started * 1e9)
-    done = finished is not None and record.error is None
-    op = record.op
-    name, inputs, outputs = _as_torch(record, group.rank)
-    entry: dict[str, Any] = {
-        "record_id": record.number,
-        "pg_id": group.number,
-        "process_group": (group.name, group.desc),
-        "collective_seq_id": 0 if op.p2p else seq,
-        "p2p_seq_id": seq if op.p2p else 0,
-        "op_id": record.number,
-        "is_p2p": op.p2p,
-        "profiling_name": f"{group.backend}:{name}",
-        "input_sizes": [list(sizes) for sizes, _ in inputs],
-        "input_dtypes": [_named(dtype) for _, dtypes in inputs for dtype in dtypes],
-        "output_sizes": [list(sizes) for sizes, _ in outputs],
-        "output_dtypes": [_named(dtype) for _, dtypes in outputs for dtype in dtypes],
-        "state": "completed" if done else "scheduled" if seq == UNNUMBERED else "started",
-        "time_created_ns": created,
-        "time_discovered_started_ns": None if seq == UNNUMBERED else created,
-        "time_discovered_completed_ns": since + int(finished * 1e9) if done and finished is not None else None,
-        "timeout_ms": None if math.isinf(record.timeout) else round(record.timeout * 1e3),
-        "retired": finished is not None,
-        "op": str(op),
-    }
-    if done and finished is not None:
-        entry["duration_ms"] = (finished - record.started) * 1e3
-    if record.error is not None:
-        entry["error"] = record.error
-    if frames:
-        entry["frames"] = [] if record.site is None else [_frame(record.site)]
-    return entry
-
-
-def _frame(site: CallSite) -> dict[str, Any]:
-    return {"name": site[0].co_name, "filename": site[0].co_filename, "line": line_number(site)}
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _as_torch(record: Record, rank: int) -> tuple[str, list[Side], list[Side]]:
-    """Name, inputs and outputs of an operation, as recorded by torch's backends."""
-    op = record.op
-    name = _NAMES.get(op.kind, op.kind)
-    inputs = [] if record.inputs is None else [record.inputs]
-    outputs = [] if record.outputs is None else [record.outputs]
-    unknown: list[Side] = [((0,), (torch.uint8,))]  # of parcels: their sizes differ by rank
-    match op:
-        case Broadcast() | Reduce():  # in place everywhere
-            return name, inputs or outputs, inputs or outputs
-        case AllToAll():
-            dtypes = (op.dtype,)
-            return name, [((sum(op.sends),), dtypes)], [((sum(op.receives),), dtypes)]
-        case PeerOp() if op.is_send:
-            return f"send {rank}->{op.peer}", inputs or unknown, []
-        case PeerOp():
-            return f"recv {rank}<-{'?' if op.peer is None else op.peer}", [], outputs or unknown
-        case Parcels():
-            return _form(op), unknown, unknown
-        case _:
-            return name, inputs, outputs
-
-
-def _form(op: Parcels) -> str:
-    """Name of the tensor collective that corresponds to a collective with parcels."""
-    if op.giver is not None:
-        return "broadcast" if op.shared else "scatter"
-    if op.taker is not None:
-        return "gather"
-    return "all_gather" if op.shared else "all_to_all"

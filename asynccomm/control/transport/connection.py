@@ -73,6 +73,7 @@ class Look(TaggedMessage, frozen=True):
 
     stacks: bool = False
     ranks: list[int] | None = None  #: None: all
+    flight: bool = False  #: the answers have the flight recorders in place of the states
 
 
 @final

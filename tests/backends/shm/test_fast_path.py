@@ -277,7 +277,7 @@ async def test_a_work_has_everything() -> None:
         await asyncio.sleep(0)
         assert called == ["listener", works[0]]
         calls = list(comm._submitter.recent)
-        assert [(str(op), site, seq) for op, site, seq, _ in calls] == [
+        assert [(str(op), site, seq) for op, site, seq, *_ in calls] == [
             ("all_reduce(float32[2], SUM)", work.site, work.seq) for work in works
         ]
         assert comm.statistics()[:4] == (3, 0, 0, 0)

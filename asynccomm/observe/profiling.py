@@ -1,4 +1,7 @@
-"""Events for torch's profiler, as from all backends of torch: ``asynccomm:all_reduce``, with the tensors' shapes.
+"""Events for torch's profiler, with the tensors' shapes.
+
+A comm's calls are events such as ``asynccomm::all_reduce``. The calls of torch's groups are, as from all backends of
+torch, events such as ``asynccomm:all_reduce`` around these.
 
 An event spans the call, which starts the operation. Without these events, a profile on torch before 2.14 does not show
 a Python group at all: torch's dispatcher then records calls (``c10d::allreduce_``) only for torch's own groups.

@@ -1,0 +1,153 @@
+"""The flight recorder of comms: their last calls as a dump in torch's format, in a file or for a diagnosing process.
+
+Every comm keeps its last calls (``Submitter.recent``) and their ends (``InFlight.ended``). A dump is made of these
+when it is asked for: when a comm breaks, at a signal, and by ``asynccomm diagnose --dump``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import pickle
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from asynccomm.comm.submission import Submitter
+from asynccomm.core.work import UNNUMBERED
+from asynccomm.errors import AbortedError, BrokenError
+from asynccomm.observe.flight import CallRecord, CommRecord, dump_of, sides_of
+
+DIRECTORY: Final = "ASYNCCOMM_DUMP_DIR"  # the folder for dumps of failures and signals
+SIGNAL: Final = "ASYNCCOMM_DUMP_SIGNAL"  # "USR1" or "USR2"
+PREFIX: Final = "rank_"  # of the files, as torchfrtrace expects: a prefix and the rank
+SIGNALS: Final = {"USR1": signal.SIGUSR1, "USR2": signal.SIGUSR2}
+
+_log = logging.getLogger("asynccomm")
+_writing = threading.Lock()  # one dump at a time in a process: all go to one file
+
+
+def calls_of(submitter: Submitter) -> list[CallRecord]:
+    """The last calls of a comm, and those in flight, the oldest first. From any thread."""
+    size, limit = submitter.group.size, submitter.counts.limit
+    pending = submitter.in_flight.pending()
+    ended = {(p2p, seq): (finished, error) for p2p, seq, finished, error in submitter.in_flight.ended.copy()}
+    flying = {(work.op.p2p, work.seq) for work in pending if work.seq != UNNUMBERED}
+    found: dict[tuple[bool, int], CallRecord] = {}
+    for op, site, seq, started, finished in submitter.recent.copy():
+        key, error = (op.p2p, seq), ""
+        if finished is None and key not in flying:
+            finished, error = ended.get(key, (started, ""))  # the end has left the ring: long ago
+        found[key] = CallRecord(0, op, *sides_of(op, size), seq, site, started, finished, limit, error or None)
+    records = list(found.values())
+    for work in pending:
+        if (work.op.p2p, work.seq) not in found:
+            sides = sides_of(work.op, size)
+            records.append(CallRecord(0, work.op, *sides, work.seq, work.site, work.started, None, work.timeout, None))
+    records.sort(key=lambda record: record.started)
+    for number, record in enumerate(records):
+        record.number = number
+    return records
+
+
+def dump_comms(comms: Sequence[tuple[Submitter, Sequence[int]]]) -> dict[str, Any]:
+    """The dump of comms, each given with its ranks in the job. From any thread."""
+    groups, records = [], []
+    for number, (submitter, ranks) in enumerate(comms):
+        error = submitter.error
+        group = CommRecord(
+            number,
+            submitter.group.name,
+            submitter.group.name,
+            submitter.backend.name if submitter.backend is not None else "",
+            tuple(ranks),
+            submitter.group.rank,
+            f"{type(error).__name__}: {error}" if isinstance(error, BrokenError) else "",
+        )
+        groups.append(group)
+        records += [(group, record) for record in calls_of(submitter)]
+    return dump_of(groups, records, entries=records)
+
+
+def packed(submitter: Submitter, ranks: Sequence[int], most: int) -> str:
+    """The dump of a comm as text of at most ``most`` bytes, by leaving out its oldest calls where necessary."""
+    dump = dump_comms([(submitter, ranks)])
+    while True:
+        text = base64.b64encode(zlib.compress(json.dumps(dump).encode())).decode()
+        if len(text) <= most or not dump["entries"]:
+            return text
+        dump["entries"] = dump["entries"][(len(dump["entries"]) + 1) // 2 :]
+
+
+def write_dump(comms: Sequence[tuple[Submitter, Sequence[int]]], directory: Path, rank: int) -> Path:
+    """Write the dump of a process to ``directory``, which is made if necessary. Raises: OSError."""
+    dump = dump_comms(comms)
+    path = directory / f"{PREFIX}{rank}"
+    with _writing:
+        directory.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.new")  # readers find the whole file or none
+        new.write_bytes(pickle.dumps(dump))
+        os.replace(new, path)
+    return path
+
+
+def dump_failure(
+    error: BrokenError, own: Submitter, comms: Callable[[], Sequence[tuple[Submitter, Sequence[int]]]]
+) -> None:
+    """Write the dump if a folder is set, and log its place; this rank's own abort is no failure. From any thread."""
+    directory = os.environ.get(DIRECTORY)
+    if not directory or (isinstance(error, AbortedError) and error.rank == own.group.rank):
+        return
+    try:
+        path = write_dump(comms(), Path(directory), process_rank(own))
+    except Exception as exc:  # the report of a failure must not fail
+        _log.warning("comm %r is broken; its flight recorder could not be written: %s", own.group.name, exc)
+        return
+    _log.warning("comm %r is broken; the flight recorder is in %s", own.group.name, path)
+
+
+def process_rank(own: Submitter) -> int:
+    """The rank that names this process's file: the launcher's, else the one in the comm."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else own.group.rank
+
+
+def dump_at_signal(comms: Callable[[], Sequence[tuple[Submitter, Sequence[int]]]]) -> None:
+    """Install the handler of the signal that the environment names, if it names one. On the main thread only.
+
+    The program's own handler of the signal, if there is one, is called afterwards.
+    """
+    name = os.environ.get(SIGNAL, "").upper().removeprefix("SIG")
+    if not name or threading.current_thread() is not threading.main_thread():
+        return
+    if name not in SIGNALS:
+        _log.warning("%s is %r: it must be one of %s", SIGNAL, os.environ[SIGNAL], ", ".join(SIGNALS))
+        return
+    number = SIGNALS[name]
+    before = signal.getsignal(number)
+    if getattr(before, "dumps", False):
+        return
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        # on a thread of its own: the interrupted code may hold a lock that the dump needs
+        threading.Thread(target=write, name="asynccomm dump", daemon=True).start()
+        if callable(before):
+            before(signum, frame)
+
+    def write() -> None:
+        found = comms()
+        if found:
+            try:
+                path = write_dump(found, Path(os.environ.get(DIRECTORY) or "."), process_rank(found[0][0]))
+                _log.warning("the flight recorder is in %s", path)
+            except OSError as exc:
+                _log.warning("the flight recorder could not be written: %s", exc)
+
+    handle.dumps = True  # type: ignore[attr-defined]
+    signal.signal(number, handle)

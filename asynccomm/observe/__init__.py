@@ -1,0 +1,1 @@
+"""Events, the flight recorder, traces and metrics of comms."""

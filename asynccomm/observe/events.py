@@ -1,0 +1,245 @@
+"""Events of a comm: as a stream for one task, and as hooks.
+
+A stream keeps raw notes in a bounded ring, and makes the events when they are read, so the calling side pays for one
+append. When the ring is full, the oldest note is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, Self, final
+
+from asynccomm.core.callsite import CallSite, show
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import UNNUMBERED, Work
+from asynccomm.errors import AbortedError, BrokenError, PeerLostError
+from asynccomm.observe.watchers import Called, Watcher
+from asynccomm.ops import Call, Op
+
+KEPT: Final = 4096  # notes that wait for the reader of a stream
+
+CallNote = tuple[str, float, Op, int, CallSite | None, float, BaseException | None]  # the arguments of ``of_call``
+
+
+@final
+class Event(NamedTuple):
+    """One event of a comm. Times are seconds of ``time.monotonic`` on this rank."""
+
+    kind: str  #: "call", "send", "completion", "failure", "abort", "membership" or "arrivals"
+    time: float
+    op: Op | None = None  #: None for "abort" and "membership", and for a "failure" of the whole comm
+    seq: int = UNNUMBERED  #: number of the operation; -1: not sent yet
+    tag: str = ""  #: ``tag=`` of the call
+    nbytes: int = 0  #: one rank's share of the operation
+    site: str = ""  #: place of the call; empty: unknown
+    started: float | None = None  #: time of the call
+    error: BaseException | None = None  #: of "failure" and "abort"
+    rank: int | None = None  #: the rank that "membership" is about, or that aborted
+    reason: str = ""  #: of "membership": the loss; empty: the rank has closed the comm in order
+    arrivals: Mapping[int, float] | None = None  #: of "arrivals": time of each rank's call, by this rank's clock
+
+
+def of_call(
+    kind: str, time: float, op: Op, seq: int, site: CallSite | None, started: float, error: BaseException | None = None
+) -> Event:
+    """The event of an operation."""
+    tag = str(getattr(op, "tag", "")) if op.p2p else op.label
+    return Event(kind, time, op, seq, tag, op.nbytes, show(site), started, error)
+
+
+def of_work(kind: str, time: float, work: Work[Any], error: BaseException | None = None) -> CallNote:
+    """The note of an operation that has a Work."""
+    return kind, time, work.op, work.seq, work.site, work.started, error
+
+
+def _events_of(note: Event | CallNote | Called) -> list[Event]:
+    if isinstance(note, Event):
+        return [note]
+    if len(note) == 7:
+        return [of_call(*note)]
+    op, site, seq, started, finished = note
+    assert finished is not None
+    return [
+        of_call("call", started, op, seq, site, started),
+        of_call("send", started, op, seq, site, started),
+        of_call("completion", finished, op, seq, site, started),
+    ]
+
+
+@final
+class EventStream(Watcher, AsyncIterator[Event]):
+    """The events of a comm from now on, for one reader: ``async for event in comm.events()``.
+
+    The stream ends when the comm closes or ``close`` is called. Cancelling a wait for the next event is safe.
+
+    Args:
+        mailbox: of the comm's loop.
+        size: notes that may wait for the reader; a call that finishes at once is one note.
+        detach: removes this watcher from the comm.
+    """
+
+    def __init__(self, mailbox: Mailbox, size: int, detach: Callable[[EventStream], object]) -> None:
+        self.dropped = 0  #: notes that were dropped because the reader was too slow
+        self._mailbox = mailbox
+        self._notes: deque[Event | CallNote | Called] = deque(maxlen=size)
+        self._size = size
+        self._ready: deque[Event] = deque()  # events of the last note that was read
+        self._deferred: set[Work[Any]] = set()
+        self._departed: set[int] = set()
+        self._detach = detach
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    # -- as a watcher -------------------------------------------------------------------------------------------------
+
+    def finished(self, call: Called) -> None:
+        self._add(call)
+
+    def called(self, call: Call, work: Work[Any]) -> None:
+        self._add(of_work("call", work.started, work))
+        if work.seq == UNNUMBERED:
+            self._deferred.add(work)
+        else:
+            self._add(of_work("send", work.started, work))
+        work.listen(partial(_once, [work], self._settled))
+
+    def sent(self, works: Sequence[Work[Any]]) -> None:
+        for work in works:
+            if work in self._deferred:  # else ``called`` follows
+                self._deferred.discard(work)
+                self._add(of_work("send", time.monotonic(), work))
+
+    def _settled(self, work: Work[Any]) -> None:
+        if work.seq != UNNUMBERED:  # done while it was sent
+            self.sent([work])
+        self._deferred.discard(work)
+        error = work._error  # exception() would mark the error as retrieved
+        when = time.monotonic() if work.finished is None else work.finished
+        self._add(of_work("completion" if error is None else "failure", when, work, error))
+
+    def broke(self, error: BrokenError) -> None:
+        if isinstance(error, AbortedError):
+            self._add(Event("abort", time.monotonic(), error=error, rank=error.rank, reason=error.reason))
+            return
+        if isinstance(error, PeerLostError):  # often found by the transport, before the control channel
+            self.departed(error.rank, error.detail)
+        self._add(Event("failure", time.monotonic(), error=error))
+
+    def departed(self, rank: int, how: str) -> None:
+        if rank in self._departed:
+            return
+        self._departed.add(rank)
+        self._add(Event("membership", time.monotonic(), rank=rank, reason=how))
+
+    def arrived(self, op: Op, seq: int, arrivals: Mapping[int, float]) -> None:
+        self._add(Event("arrivals", time.monotonic(), op, seq, op.label, op.nbytes, arrivals=dict(arrivals)))
+
+    def _add(self, note: Event | CallNote | Called) -> None:
+        if len(self._notes) >= self._size:
+            self.dropped += 1
+        self._notes.append(note)
+        if self._waiter is not None:
+            self._mailbox.post(self._wake)
+
+    # -- for the reader -----------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._ready:
+            if self._notes:
+                note = self._notes.popleft()
+                self._ready.extend(_events_of(note))
+            elif self._closed:
+                raise StopAsyncIteration
+            else:
+                waiter = self._waiter = self._mailbox.loop.create_future()
+                if not self._notes and not self._closed:  # a thread that adds a note looks for the waiter afterwards
+                    await waiter
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """End the stream after the events so far. Idempotent, from any thread."""
+        self._detach(self)
+        self.closed()
+
+    def closed(self) -> None:
+        self._closed = True
+        self._mailbox.post(self._wake)
+
+
+@final
+class Hook(Watcher):
+    """Functions that are called with the events of a comm; ``remove`` ends that.
+
+    Args:
+        pre: called with the "call" event before the operation is sent; an exception refuses the call.
+        post: called with the "completion" or "failure" event, on the thread that finds the end.
+        abort: called with the error when the comm breaks.
+        detach: removes this watcher from the comm.
+    """
+
+    detours = True
+
+    def __init__(
+        self,
+        pre: Callable[[Event], object] | None,
+        post: Callable[[Event], object] | None,
+        abort: Callable[[BrokenError], object] | None,
+        detach: Callable[[Hook], object],
+    ) -> None:
+        self._pre, self._post, self._abort = pre, post, abort
+        self._detach = detach
+
+    def before(self, op: Op) -> None:
+        if self._pre is not None:
+            now = time.monotonic()
+            self._pre(of_call("call", now, op, UNNUMBERED, None, now))
+
+    def called(self, call: Call, work: Work[Any]) -> None:
+        if self._post is not None:
+            work.listen(partial(_once, [work], self._settled))
+
+    def _settled(self, work: Work[Any]) -> None:
+        assert self._post is not None
+        error = work._error
+        when = time.monotonic() if work.finished is None else work.finished
+        event = of_call(*of_work("completion" if error is None else "failure", when, work, error))
+        self._guarded(partial(self._post, event))
+
+    def broke(self, error: BrokenError) -> None:
+        if self._abort is not None:
+            self._guarded(partial(self._abort, error))
+
+    def _guarded(self, call: Callable[[], object]) -> None:
+        """Call a function of the user; its exception goes to the excepthook of threads, and hurts no operation."""
+        try:
+            call()
+        except Exception as exc:
+            threading.excepthook(
+                threading.ExceptHookArgs((type(exc), exc, exc.__traceback__, threading.current_thread()))
+            )
+
+    def remove(self) -> None:
+        """End the calls of the functions. Idempotent, from any thread."""
+        self._detach(self)
+
+
+def _once(works: list[Work[Any]], call: Callable[[Work[Any]], object]) -> None:
+    """Call ``call`` with the only item of ``works`` at the first time: a Work may notify a listener twice."""
+    try:
+        work = works.pop()  # atomic
+    except IndexError:
+        return
+    call(work)

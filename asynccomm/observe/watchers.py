@@ -1,0 +1,122 @@
+"""The watchers of a comm: they are notified of its calls, and of the end of each.
+
+Calls that the backend's fast path completes are reported once, when they are done; all others at the call, and their
+Works tell the end. A watcher that needs the tensors of calls, or that must act before a call is sent, detours: while
+it is there, no call takes the fast path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, final
+
+from asynccomm.core.callsite import CallSite
+from asynccomm.core.state import CallCounts
+from asynccomm.core.work import Work
+from asynccomm.errors import BrokenError
+from asynccomm.ops import Call, Op
+
+Called = tuple[Op, CallSite | None, int, float, float | None]  # operation, call site, number, times of call and end
+
+
+class Watcher:
+    """Is notified of the calls and the failure of a comm. The methods must be quick, and not raise.
+
+    All methods run on the thread that makes the call or finds the event, some of them under the comm's lock.
+    """
+
+    detours: ClassVar[bool] = False  #: whether every call must be reported at the call, with its tensors
+
+    def before(self, op: Op) -> None:
+        """An operation is about to be called; an exception refuses the call. Only with ``detours``."""
+
+    def called(self, call: Call, work: Work[Any]) -> None:
+        """An operation was called; ``work`` has no number yet if the call is deferred. In the order of the calls."""
+
+    def sent(self, works: Sequence[Work[Any]]) -> None:
+        """Deferred operations were numbered and sent as one batch."""
+
+    def finished(self, call: Called) -> None:
+        """The fast path has called and completed an operation."""
+
+    def broke(self, error: BrokenError) -> None:
+        """The comm has broken, and the other ranks were notified."""
+
+    def arrived(self, op: Op, seq: int, arrivals: Mapping[int, float]) -> None:
+        """The times of all ranks' calls of a collective have become known, by this rank's clock."""
+
+    def waited(self, seconds: float) -> None:
+        """``ready()`` has waited for so long, until now."""
+
+    def departed(self, rank: int, how: str) -> None:
+        """A rank has left the comm; ``how`` is empty if it closed the comm in order."""
+
+    def closed(self) -> None:
+        """The comm has closed here; nothing follows."""
+
+
+@final
+class Watchers:
+    """The watchers of one comm.
+
+    Args:
+        counts: the comm's, which tells the fast path whether there are watchers.
+    """
+
+    def __init__(self, counts: CallCounts) -> None:
+        self._counts = counts
+        self.all: tuple[Watcher, ...] = ()  #: replaced as a whole, so that any thread may iterate over it
+
+    def add(self, watcher: Watcher) -> None:
+        """Notify ``watcher`` from now on. Under the comm's lock."""
+        self.all = (*self.all, watcher)
+        self._count(watcher, 1)
+
+    def remove(self, watcher: Watcher) -> None:
+        """Notify ``watcher`` no more. Idempotent. Under the comm's lock."""
+        if watcher in self.all:
+            self.all = tuple([each for each in self.all if each is not watcher])
+            self._count(watcher, -1)
+
+    def _count(self, watcher: Watcher, number: int) -> None:
+        if watcher.detours:
+            self._counts.detours += number
+        else:
+            self._counts.watchers += number
+
+    def before(self, op: Op) -> None:
+        for watcher in self.all:
+            if watcher.detours:
+                watcher.before(op)
+
+    def called(self, call: Call, work: Work[Any]) -> None:
+        for watcher in self.all:
+            watcher.called(call, work)
+
+    def sent(self, works: Sequence[Work[Any]]) -> None:
+        for watcher in self.all:
+            watcher.sent(works)
+
+    def finished(self, call: Called) -> None:
+        for watcher in self.all:
+            watcher.finished(call)
+
+    def broke(self, error: BrokenError) -> None:
+        for watcher in self.all:
+            watcher.broke(error)
+
+    def arrived(self, op: Op, seq: int, arrivals: Mapping[int, float]) -> None:
+        for watcher in self.all:
+            watcher.arrived(op, seq, arrivals)
+
+    def waited(self, seconds: float) -> None:
+        for watcher in self.all:
+            watcher.waited(seconds)
+
+    def departed(self, rank: int, how: str) -> None:
+        for watcher in self.all:
+            watcher.departed(rank, how)
+
+    def closed(self) -> None:
+        for watcher in self.all:
+            watcher.closed()

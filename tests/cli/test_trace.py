@@ -1,0 +1,49 @@
+"""``asynccomm trace``; the findings are tested in tests/observe, and on a real job in test_diagnose.py."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from asynccomm.cli.main import main
+
+
+def write(directory: Path, *counts: int) -> None:
+    """A dump for each rank, of so many barriers."""
+    for rank, count in enumerate(counts):
+        entries = [
+            {
+                "process_group": ("main", "main"),
+                "collective_seq_id": seq,
+                "is_p2p": False,
+                "profiling_name": "shm:barrier",
+                "state": "completed",
+                "time_created_ns": seq,
+            }
+            for seq in range(count)
+        ]
+        config = {"main": {"name": "main", "desc": "main", "ranks": str(list(range(len(counts))))}}
+        (directory / f"rank_{rank}").write_bytes(pickle.dumps({"pg_config": config, "entries": entries}))
+
+
+def test_the_exit_code_tells_whether_all_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 2, 2)
+    assert main(["trace", "analyze", str(tmp_path)]) == 0
+    assert "all collectives match" in capsys.readouterr().out
+    write(tmp_path, 2, 1)
+    assert main(["trace", "analyze", str(tmp_path), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["suspect"] == {
+        "seq": 1,
+        "problem": "missing",
+        "ranks": [1],
+        "calls": {"0": "shm:barrier, completed"},
+    }
+
+
+def test_a_folder_without_dumps_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["trace", "analyze", str(tmp_path)])
+    assert exited.value.code == 2
+    assert "there is no dump of a rank" in capsys.readouterr().err

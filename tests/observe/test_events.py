@@ -1,0 +1,195 @@
+"""The events of a comm: streams, hooks, and what a slow reader loses."""
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm import AbortedError, CollectiveTimeoutError, Comm
+from asynccomm.observe.events import Event, EventStream
+from asynccomm.testing.local import loopback_world
+from tests.waiting import until
+
+
+async def read(stream: EventStream) -> list[Event]:
+    """The events so far, at least one."""
+    stream.close()
+    return [event async for event in stream]
+
+
+def kinds(events: list[Event]) -> list[tuple[str, int]]:
+    return [(event.kind, event.seq) for event in events]
+
+
+async def test_a_call_gives_call_send_and_completion() -> None:
+    async with loopback_world(2) as (a, b):
+        stream = a.events()
+        before = time.monotonic()
+        first = a.all_reduce(torch.ones(4), tag="grads")
+        assert [(event.kind, event.seq) for event in [await anext(stream), await anext(stream)]] == [
+            ("call", 0),
+            ("send", 0),
+        ]
+        await asyncio.gather(first, b.all_reduce(torch.ones(4), tag="grads"))
+        done = await anext(stream)
+        assert (done.kind, done.seq, done.tag, done.nbytes, str(done.op)) == (
+            "completion",
+            0,
+            "grads",
+            16,
+            "all_reduce(float32[4], SUM, tag='grads')",
+        )
+        assert __file__ in done.site
+        assert done.started is not None
+        assert before <= done.started <= done.time <= time.monotonic()
+
+
+async def test_a_deferred_call_is_sent_at_the_end_of_its_scope() -> None:
+    async with loopback_world(1) as (comm,):
+        stream = comm.events()
+        async with comm.coalesce():
+            works = [comm.all_reduce(torch.ones(2)), comm.all_reduce(torch.ones(2))]
+        await asyncio.gather(*works)
+        events = await read(stream)
+        assert [event.kind for event in events] == ["call", "call"] + ["send", "completion"] * 2
+        assert [event.seq for event in events if event.kind == "call"] == [-1, -1]
+        assert [event.seq for event in events if event.kind == "completion"] == [0, 1]
+
+
+async def test_a_failure_an_abort_and_the_departure_of_a_rank() -> None:
+    async with loopback_world(2) as (a, b):
+        stream = a.events()
+        work = a.all_reduce(torch.ones(2))
+        b.abort("enough")
+        with pytest.raises(AbortedError):
+            await work
+        await until(lambda: len(stream._notes) >= 4)
+        events = await read(stream)
+        assert {event.kind for event in events} == {"call", "send", "failure", "abort"}
+        failure, abort = (next(event for event in events if event.kind == kind) for kind in ("failure", "abort"))
+        assert isinstance(failure.error, AbortedError)
+        assert (failure.seq, abort.rank, abort.reason) == (0, 1, "enough")
+
+
+async def test_a_rank_that_closes_is_a_change_of_members() -> None:
+    async with loopback_world(2) as (a, b):
+        stream = a.events()
+        await b.aclose()
+        event = await asyncio.wait_for(anext(stream), 10)
+        assert (event.kind, event.rank, event.reason) == ("membership", 1, "")
+
+
+async def test_a_slow_reader_loses_the_oldest_and_their_number_is_known() -> None:
+    async with loopback_world(1) as (comm,):
+        stream = comm.events(size=3)
+        for _ in range(4):
+            await comm.barrier()
+        assert stream.dropped == 9
+        assert kinds(await read(stream)) == [("call", 3), ("send", 3), ("completion", 3)]
+
+
+async def test_the_stream_ends_with_the_comm() -> None:
+    async with loopback_world(1) as (comm,):
+        stream = comm.events()
+        reading = asyncio.create_task(read_all(stream))
+        await comm.barrier()
+    assert [event.kind for event in await reading] == ["call", "send", "completion"]
+    assert [event async for event in stream] == []
+
+
+async def read_all(stream: EventStream) -> list[Event]:
+    return [event async for event in stream]
+
+
+async def test_cancelling_the_reader_loses_no_event() -> None:
+    async with loopback_world(1) as (comm,):
+        stream = comm.events()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await anext(stream)
+        await comm.barrier()
+        assert (await anext(stream)).kind == "call"
+
+
+async def test_hooks_are_called_before_and_after() -> None:
+    async with loopback_world(1) as (comm,):
+        seen: list[tuple[str, str]] = []
+        hook = comm.add_hook(
+            pre=lambda event: seen.append(("pre", event.kind)), post=lambda event: seen.append(("post", event.kind))
+        )
+        await comm.barrier()
+        assert seen == [("pre", "call"), ("post", "completion")]
+        hook.remove()
+        hook.remove()
+        await comm.barrier()
+        assert len(seen) == 2
+        assert comm._submitter.counts.detours == 0
+
+
+async def test_an_exception_of_a_pre_hook_refuses_the_call() -> None:
+    async with loopback_world(1) as (comm,):
+
+        def refuse(event: Event) -> None:
+            raise ValueError("not now")
+
+        hook = comm.add_hook(pre=refuse)
+        with pytest.raises(ValueError, match="not now"):
+            comm.barrier()
+        assert comm.statistics().submitted == 0
+        hook.remove()
+        await comm.barrier()
+
+
+async def test_an_exception_of_a_post_hook_hurts_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr("threading.excepthook", said.append)
+    async with loopback_world(1) as (comm,):
+        comm.add_hook(post=lambda event: 1 / 0)
+        assert (await comm.all_reduce(torch.ones(1))).item() == 1
+    assert [args.exc_type for args in said] == [ZeroDivisionError]
+
+
+async def test_the_abort_hook_gets_the_error() -> None:
+    async with loopback_world(2) as (a, b):
+        seen: list[BaseException] = []
+        a.add_hook(abort=seen.append)
+        work = a.all_reduce(torch.ones(1), timeout=0.05)
+        with pytest.raises(CollectiveTimeoutError):
+            await work
+        await until(lambda: seen)
+        assert isinstance(seen[0], CollectiveTimeoutError)
+        del b
+
+
+async def test_arguments_are_checked() -> None:
+    async with loopback_world(1) as (comm,):
+        with pytest.raises(ValueError, match="size must be a positive integer, got 0"):
+            comm.events(size=0)
+        with pytest.raises(TypeError, match="pre must be callable, got 3"):
+            comm.add_hook(pre=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
+async def test_calls_of_the_fast_path_have_their_events(comm: Comm) -> None:
+    tensor = torch.ones(2)
+    await comm.all_reduce(tensor)
+    stream = comm.events()
+    assert comm._submitter.counts.detours == 0, "the fast path goes on"
+    await comm.all_reduce(tensor)
+    if comm.rank == 0:
+        await comm.send(tensor, 1, tag=7)
+    else:
+        await comm.recv(tensor, 0, tag=7)
+    events = await read(stream)
+    assert sorted(kinds(events)) == sorted([(kind, seq) for seq in (1, 0) for kind in ("call", "send", "completion")])
+    assert {event.tag for event in events if event.seq == 0} == {"7"}
+    assert all(__file__ in event.site for event in events)
+    async with comm.coalesce():
+        stream = comm.events()
+        works = [comm.all_reduce(torch.ones(2)) for _ in range(3)]
+    await asyncio.gather(*works)
+    assert sorted({event.seq for event in await read(stream) if event.kind == "completion"}) == [2, 3, 4]
+    assert comm._submitter.counts.watchers == 0

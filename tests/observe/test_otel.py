@@ -1,0 +1,49 @@
+"""Metrics through OpenTelemetry's API, read by its SDK."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("opentelemetry.sdk.metrics", reason="OpenTelemetry's SDK is not installed")
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from asynccomm.observe.otel import instrument
+from asynccomm.testing.local import loopback_world
+
+
+def read(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
+    data = reader.get_metrics_data()
+    if data is None:
+        return {}
+    metrics = [m for resource in data.resource_metrics for scope in resource.scope_metrics for m in scope.metrics]
+    return {metric.name: list(metric.data.data_points) for metric in metrics}
+
+
+async def test_counters_gauges_and_histograms() -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    async with loopback_world(2, hints={"metrics": "on"}) as (a, b):
+        instrument(a, provider.get_meter("test"))
+        await asyncio.gather(a.all_reduce(torch.ones(4)), b.all_reduce(torch.ones(4)))
+        work = a.barrier()
+        found = read(reader)
+        (operations,) = found["asynccomm.operations"]
+        assert operations.value == 1
+        assert dict(operations.attributes) == {"comm": "test", "rank": 0, "op": "all_reduce"}
+        assert found["asynccomm.bytes"][0].value == 16
+        assert found["asynccomm.in_flight"][0].value == 1
+        assert found["asynccomm.latency"][0].count == 1
+        assert found["asynccomm.latency"][0].sum > 0
+        await asyncio.gather(work, b.barrier())
+    assert "asynccomm.in_flight" not in read(reader), "the comm has closed"
+    provider.shutdown()
+
+
+async def test_a_comm_without_metrics_is_refused() -> None:
+    async with loopback_world(1) as (comm,):
+        with pytest.raises(RuntimeError, match="the comm has no metrics"):
+            instrument(comm)
