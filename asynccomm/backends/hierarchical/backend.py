@@ -36,7 +36,7 @@ from asynccomm.backends.base import (
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
-from asynccomm.backends.hierarchical.pipeline import Lane, Pipeline, Way
+from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.backends.hierarchical.translation import translated
 from asynccomm.backends.shm.backend import ShmBackend
@@ -62,7 +62,7 @@ from asynccomm.ops import (
     Scatter,
 )
 
-_WAYS: Final[Mapping[type[Op], Callable[[HostPlacement, Submission], Way]]] = {
+_WAYS: Final[Mapping[type[Op], Callable[[HostPlacement, Submission], OpPlan]]] = {
     AllReduce: reductions.all_reduce,
     Reduce: reductions.reduce,
     ReduceScatter: reductions.reduce_scatter,

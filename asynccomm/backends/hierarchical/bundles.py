@@ -18,7 +18,7 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.hierarchical.memory import room
 from asynccomm.backends.hierarchical.movement import MEET
-from asynccomm.backends.hierarchical.pipeline import Lane, Leg, Plan, Way
+from asynccomm.backends.hierarchical.pipeline import Lane, Leg, OpPlan, PiecePlan
 from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Call, Parcel, Parcels
@@ -166,8 +166,8 @@ class _Inbox:
         return (memory,)
 
 
-def parcels(where: HostPlacement, submission: Submission) -> Way:
-    """The way of ``Parcels``."""
+def parcels(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of ``Parcels``."""
     op: Any = submission.op
     delivery = Delivery(submission)
     own: list[Item] = []
@@ -191,11 +191,11 @@ def parcels(where: HostPlacement, submission: Submission) -> Way:
             raise delivery.error
         submission.error = delivery.error
 
-    return Way([Plan(router.steps())], finish)
+    return OpPlan([PiecePlan(router.steps())], finish)
 
 
-def all_to_all(where: HostPlacement, submission: Submission) -> Way:
-    """The way of an ``AllToAll``: the tensors as parcels. The head of each is the sender's call, for the error."""
+def all_to_all(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of an ``AllToAll``: the tensors as parcels. The head of each is the sender's call, for the error."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)
     head, me = str(op).encode(), where.rank
@@ -213,4 +213,4 @@ def all_to_all(where: HostPlacement, submission: Submission) -> Way:
         for land in buffers.lands:
             land()
 
-    return Way([Plan(router.steps())], finish)
+    return OpPlan([PiecePlan(router.steps())], finish)

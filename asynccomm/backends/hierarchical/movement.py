@@ -18,7 +18,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.computing import contribution, fill, perform
 from asynccomm.backends.hazards import Buffers, separated
 from asynccomm.backends.hierarchical.memory import cut, landing, room
-from asynccomm.backends.hierarchical.pipeline import Lane, Leg, Plan, Way
+from asynccomm.backends.hierarchical.pipeline import Lane, Leg, OpPlan, PiecePlan
 from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.backends.regions import adjoining
 from asynccomm.ops import (
@@ -43,18 +43,18 @@ _BYTE: Final = torch.uint8
 MEET: Final = Leg(Lane.UP, lambda: Call(Barrier(), (), (), None))
 
 
-def barrier(where: HostPlacement, submission: Submission) -> Way:
-    """The way of a ``Barrier``."""
+def barrier(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of a ``Barrier``."""
     lanes = [] if where.alone else [Lane.UP]
     if where.leads:
         lanes.append(Lane.ACROSS)
     if not where.alone:
         lanes.append(Lane.DOWN)
-    return Way([Plan([Leg(lane, lambda: Call(Barrier(), (), (), None)) for lane in lanes])])
+    return OpPlan([PiecePlan([Leg(lane, lambda: Call(Barrier(), (), (), None)) for lane in lanes])])
 
 
-def broadcast(where: HostPlacement, submission: Submission) -> Way:
-    """The way of a ``Broadcast``: in the root's host, between hosts, in the other hosts."""
+def broadcast(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of a ``Broadcast``: in the root's host, between hosts, in the other hosts."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)  # a leader forwards its outputs, which must not overlap
     if op.nbytes > SMALL:
@@ -73,10 +73,10 @@ def broadcast(where: HostPlacement, submission: Submission) -> Way:
         steps.append(part(Lane.ACROSS, home, gives=home == where.host))
     if not where.alone and home != where.host:
         steps.append(part(Lane.DOWN, 0, gives=where.leads))
-    return Way([Plan(steps)], _after(None, buffers))
+    return OpPlan([PiecePlan(steps)], _after(None, buffers))
 
 
-def _broadcast_on_rails(where: HostPlacement, op: Any, buffers: Buffers) -> Way:
+def _broadcast_on_rails(where: HostPlacement, op: Any, buffers: Buffers) -> OpPlan:
     """In pieces: each rail carries a part of a piece to the other hosts, where the ranks gather the parts."""
     fill_outputs = None
     if where.rank == op.root:
@@ -84,10 +84,10 @@ def _broadcast_on_rails(where: HostPlacement, op: Any, buffers: Buffers) -> Way:
     else:
         data, fill_outputs = landing(buffers.outputs)
     parts = [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
-    return Way([_broadcast_piece(where, op.root, part) for part in parts], _after(fill_outputs, buffers))
+    return OpPlan([_broadcast_piece(where, op.root, part) for part in parts], _after(fill_outputs, buffers))
 
 
-def _broadcast_piece(where: HostPlacement, root: int, data: Tensor) -> Plan:
+def _broadcast_piece(where: HostPlacement, root: int, data: Tensor) -> PiecePlan:
     home, is_root = where.host_of(root), where.rank == root
     counts = cut(len(data), where.rails) + [0] * (len(where.local) - where.rails)
     parts = data.split_with_sizes(counts)
@@ -105,11 +105,11 @@ def _broadcast_piece(where: HostPlacement, root: int, data: Tensor) -> Plan:
     if not where.alone and home != where.host:
         gather = AllGather.of_counts(_BYTE, counts)
         steps.append(Leg(Lane.DOWN, lambda: Call(gather, (mine,), tuple(parts), None)))
-    return Plan(steps)
+    return PiecePlan(steps)
 
 
-def all_gather(where: HostPlacement, submission: Submission) -> Way:
-    """The way of an ``AllGather`` or ``AllGatherSingle``."""
+def all_gather(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of an ``AllGather`` or ``AllGatherSingle``."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)
     sizes = [n * op.dtype.itemsize for n in getattr(op, "counts", ()) or [op.numel] * where.size]
@@ -117,8 +117,8 @@ def all_gather(where: HostPlacement, submission: Submission) -> Way:
     data, finish = _gathered(where, op, buffers, sizes)
     ours = dict(zip(where.order, data.split_with_sizes([sizes[rank] for rank in where.order]), strict=True))
     if where.even and sum(sizes) > SMALL:
-        return Way([_gather_on_rails(where, sizes, mine, ours)], finish)
-    return Way([_gather_by_leaders(where, sizes, mine, data, ours)], finish)
+        return OpPlan([_gather_on_rails(where, sizes, mine, ours)], finish)
+    return OpPlan([_gather_by_leaders(where, sizes, mine, data, ours)], finish)
 
 
 def _gathered(
@@ -142,7 +142,7 @@ def _gathered(
     return memory, finish
 
 
-def _gather_on_rails(where: HostPlacement, sizes: Sequence[int], mine: Tensor, parts: dict[int, Tensor]) -> Plan:
+def _gather_on_rails(where: HostPlacement, sizes: Sequence[int], mine: Tensor, parts: dict[int, Tensor]) -> PiecePlan:
     """Each rank gathers the contributions of its rail, which the ranks of a host then gather."""
     rails = list(zip(*where.hosts, strict=True))
     rail = rails[where.position]
@@ -159,12 +159,12 @@ def _gather_on_rails(where: HostPlacement, sizes: Sequence[int], mine: Tensor, p
         outputs = tuple([parts[rank] for ranks in rails for rank in ranks])
         return Call(op, tuple([parts[rank] for rank in rail]), outputs, None)
 
-    return Plan([MEET, Leg(Lane.ACROSS, across), Leg(Lane.DOWN, inside)])
+    return PiecePlan([MEET, Leg(Lane.ACROSS, across), Leg(Lane.DOWN, inside)])
 
 
 def _gather_by_leaders(
     where: HostPlacement, sizes: Sequence[int], mine: Tensor, data: Tensor, parts: dict[int, Tensor]
-) -> Plan:
+) -> PiecePlan:
     """Inside the host, between leaders, and the data of the other hosts to the ranks of the host."""
     by_host = [sum([sizes[rank] for rank in host]) for host in where.hosts]
     blocks = data.split_with_sizes(by_host)
@@ -187,11 +187,11 @@ def _gather_by_leaders(
         steps.append(Leg(Lane.ACROSS, across))
     if not where.alone:
         steps.append(Leg(Lane.DOWN, down))
-    return Plan(steps)
+    return PiecePlan(steps)
 
 
-def gather(where: HostPlacement, submission: Submission) -> Way:
-    """The way of a ``Gather``: to the leaders, to the leader of the root's host, to the root."""
+def gather(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of a ``Gather``: to the leaders, to the leader of the root's host, to the root."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)
     mine, is_root = contribution(op, buffers.inputs), where.rank == op.root
@@ -220,7 +220,7 @@ def gather(where: HostPlacement, submission: Submission) -> Way:
         steps.append(Leg(Lane.ACROSS, across))
     if here and op.root != where.local[0] and (is_root or where.leads):
         steps.append(Leg(Lane.DOWN, partial(_between, where, op.root, data)))
-    return Way([Plan(steps)], finish)
+    return OpPlan([PiecePlan(steps)], finish)
 
 
 def _between(where: HostPlacement, root: int, data: Tensor, *, back: bool = False) -> Call:
@@ -238,8 +238,8 @@ def _exchange(
     return Call(AllToAll(_BYTE, tuple(sends), tuple(receives)), tuple(inputs), tuple(outputs), None)
 
 
-def scatter(where: HostPlacement, submission: Submission) -> Way:
-    """The way of a ``Scatter``: to the leader, to the leaders of all hosts, to their ranks."""
+def scatter(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of a ``Scatter``: to the leader, to the leaders of all hosts, to their ranks."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)
     is_root, home, each = where.rank == op.root, where.host_of(op.root), op.nbytes
@@ -270,7 +270,7 @@ def scatter(where: HostPlacement, submission: Submission) -> Way:
         steps.append(Leg(Lane.ACROSS, across))
     if not where.alone:
         steps.append(Leg(Lane.DOWN, down))
-    return Way([Plan(steps)], _after(fill_outputs, buffers))
+    return OpPlan([PiecePlan(steps)], _after(fill_outputs, buffers))
 
 
 def _after(fill_outputs: Callable[[], object] | None, buffers: Buffers) -> Callable[[], object]:
@@ -283,8 +283,8 @@ def _after(fill_outputs: Callable[[], object] | None, buffers: Buffers) -> Calla
     return finish
 
 
-def all_to_all_single(where: HostPlacement, submission: Submission) -> Way:
-    """The way of an ``AllToAllSingle``."""
+def all_to_all_single(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of an ``AllToAllSingle``."""
     op: Any = submission.op
     buffers = separated(submission, where.rank)
     chunks = contribution(op, buffers.inputs).split_with_sizes([op.part_nbytes(where.size)] * where.size)
@@ -296,13 +296,13 @@ def all_to_all_single(where: HostPlacement, submission: Submission) -> Way:
         for land in buffers.lands:
             land()
 
-    return Way([plan], finish)
+    return OpPlan([plan], finish)
 
 
 Received = Callable[[], dict[int, Tensor]]  # by source
 
 
-def _all_to_all_on_rails(where: HostPlacement, chunks: Sequence[Tensor]) -> tuple[Plan, Received]:
+def _all_to_all_on_rails(where: HostPlacement, chunks: Sequence[Tensor]) -> tuple[PiecePlan, Received]:
     """Inside the host each rank gets the chunks for its rail; the ranks of the rail then exchange them."""
     hosts, positions, each = len(where.hosts), len(where.local), len(chunks[0])
     inside, result = room(each * where.size), room(each * where.size)
@@ -318,10 +318,10 @@ def _all_to_all_on_rails(where: HostPlacement, chunks: Sequence[Tensor]) -> tupl
     def received() -> dict[int, Tensor]:
         return dict(zip(where.order, result.split_with_sizes([each] * where.size), strict=True))
 
-    return Plan([Leg(Lane.UP, up), Leg(Lane.ACROSS, across)]), received
+    return PiecePlan([Leg(Lane.UP, up), Leg(Lane.ACROSS, across)]), received
 
 
-def _all_to_all_by_leaders(where: HostPlacement, chunks: Sequence[Tensor]) -> tuple[Plan, Received]:
+def _all_to_all_by_leaders(where: HostPlacement, chunks: Sequence[Tensor]) -> tuple[PiecePlan, Received]:
     """The leader gets all chunks that leave its host, and gives its ranks all that came."""
     each, here, local = len(chunks[0]), where.local, len(where.local)
     away = [rank for rank in where.order if not where.is_local(rank)]
@@ -370,4 +370,4 @@ def _all_to_all_by_leaders(where: HostPlacement, chunks: Sequence[Tensor]) -> tu
         steps.append(Leg(Lane.ACROSS, across))
     if not where.alone:
         steps.append(Leg(Lane.DOWN, down))
-    return Plan(steps), received
+    return PiecePlan(steps), received

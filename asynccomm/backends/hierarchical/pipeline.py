@@ -1,4 +1,4 @@
-"""The way of operations through the lanes of a rank: inside the host, between hosts, inside the host again.
+"""The plan of operations through the lanes of a rank: inside the host, between hosts, inside the host again.
 
 Each lane is a backend of its own, among the ranks that use it together: ``UP`` and ``DOWN`` in the shared memory of a
 host, ``ACROSS`` on a rail. An operation is one plan or several (pieces of a large one), and a plan is a list of steps
@@ -53,17 +53,17 @@ class Leg(NamedTuple):
     call: Callable[[], Call]  #: makes the call when the step begins, after all earlier steps
 
 
-class Plan(NamedTuple):
+class PiecePlan(NamedTuple):
     """The steps of an operation, or of a piece of one, on this rank."""
 
     steps: Sequence[Leg]
     finish: Callable[[], object] | None = None  #: called after the last step
 
 
-class Way(NamedTuple):
+class OpPlan(NamedTuple):
     """An operation on this rank."""
 
-    plans: Sequence[Plan]
+    plans: Sequence[PiecePlan]
     finish: Callable[[], object] | None = None  #: called after the last plan
 
 
@@ -73,7 +73,7 @@ class _Job:
 
     __slots__ = ("at", "label", "over", "plan", "running", "submission")
 
-    def __init__(self, plan: Plan, submission: Submission, label: str, over: Callable[[], object]) -> None:
+    def __init__(self, plan: PiecePlan, submission: Submission, label: str, over: Callable[[], object]) -> None:
         self.plan = plan
         self.submission = submission
         self.label = label
@@ -114,7 +114,7 @@ class Pipeline:
         self._steps: dict[Work[Any], tuple[Lane, Work[Any]]] = {}  # the last step of each operation that has one
         self._blocked: set[Work[Any]] = set()  # operations that must end without the event loop
 
-    def start(self, submission: Submission, way: Way, over: Callable[[], object]) -> None:
+    def start(self, submission: Submission, way: OpPlan, over: Callable[[], object]) -> None:
         """Carry out ``way``, then call ``over``. One call at a time, in the order of the operations."""
         work = submission.work
 

@@ -22,7 +22,7 @@ from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.hierarchical.memory import cut, landing, room, stored_dtype
-from asynccomm.backends.hierarchical.pipeline import Lane, Leg, Plan, Way
+from asynccomm.backends.hierarchical.pipeline import Lane, Leg, OpPlan, PiecePlan
 from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Call, Recv, Reduce, ReduceScatter, Send, layout_of
 from asynccomm.ops.base import layout_of_shares
@@ -86,26 +86,26 @@ class _Reduction:
         arithmetic.narrow(total, result, self._reduction, self._size)
 
 
-def all_reduce(where: HostPlacement, submission: Submission) -> Way:
-    """The way of an ``AllReduce``."""
+def all_reduce(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of an ``AllReduce``."""
     r = _Reduction(where, submission)
     result, land = r.result()
     total = r.given if r.converted else result
     if r.given.nbytes <= SMALL:
-        return Way([_by_leaders(where, r, total, result)], land)
+        return OpPlan([_by_leaders(where, r, total, result)], land)
     length = max(1, PIECE // r.given.itemsize)
     parts = [slice(start, start + length) for start in range(0, len(total), length)]
-    return Way([_in_parts(where, r, r.given[part], total[part], result[part]) for part in parts], land)
+    return OpPlan([_in_parts(where, r, r.given[part], total[part], result[part]) for part in parts], land)
 
 
-def _by_leaders(where: HostPlacement, r: _Reduction, total: Tensor, result: Tensor) -> Plan:
+def _by_leaders(where: HostPlacement, r: _Reduction, total: Tensor, result: Tensor) -> PiecePlan:
     """To the leader, between leaders, back."""
     n = len(r.given)
     steps = _to_leader(where, r, total)
     if where.leads:
         steps.append(Leg(Lane.ACROSS, partial(_reduce_in_place, r, total)))
     if where.alone:
-        return Plan(steps, partial(r.narrow, total, result))
+        return PiecePlan(steps, partial(r.narrow, total, result))
 
     def back() -> Call:
         op = Broadcast(r.stored, n, 0)
@@ -114,7 +114,7 @@ def _by_leaders(where: HostPlacement, r: _Reduction, total: Tensor, result: Tens
         r.narrow(total, result)
         return Call(op, (result,), (), None)
 
-    return Plan([*steps, Leg(Lane.DOWN, back)])
+    return PiecePlan([*steps, Leg(Lane.DOWN, back)])
 
 
 def _to_leader(where: HostPlacement, r: _Reduction, total: Tensor) -> list[Leg]:
@@ -139,7 +139,7 @@ def _reduce_in_place(r: _Reduction, total: Tensor) -> Call:
     return Call(AllReduce(r.wide, len(total), r.op), tensors, tensors, None)
 
 
-def _in_parts(where: HostPlacement, r: _Reduction, given: Tensor, total: Tensor, result: Tensor) -> Plan:
+def _in_parts(where: HostPlacement, r: _Reduction, given: Tensor, total: Tensor, result: Tensor) -> PiecePlan:
     """Reduce-scatter inside the host, reduce on each rail, all-gather inside."""
     counts = cut(len(given), where.rails) + [0] * (len(where.local) - where.rails)
     parts, results = total.split_with_sizes(counts), result.split_with_sizes(counts)
@@ -163,12 +163,12 @@ def _in_parts(where: HostPlacement, r: _Reduction, given: Tensor, total: Tensor,
     if counts[where.position]:
         steps.append(Leg(Lane.ACROSS, partial(_reduce_in_place, r, mine)))
     if where.alone:
-        return Plan(steps, partial(r.narrow, mine, my_result))
-    return Plan([*steps, Leg(Lane.DOWN, together)])
+        return PiecePlan(steps, partial(r.narrow, mine, my_result))
+    return PiecePlan([*steps, Leg(Lane.DOWN, together)])
 
 
-def reduce(where: HostPlacement, submission: Submission) -> Way:
-    """The way of a ``Reduce``: to the leaders, to the leader of the root's host, to the root."""
+def reduce(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of a ``Reduce``: to the leaders, to the leader of the root's host, to the root."""
     op: Any = submission.op
     r = _Reduction(where, submission)
     n, root_host, root = len(r.given), where.host_of(op.root), where.position_of(op.root)
@@ -191,22 +191,22 @@ def reduce(where: HostPlacement, submission: Submission) -> Way:
     if where.leads:
         steps.append(Leg(Lane.ACROSS, to_root_host))
     if here and root and (is_root or where.leads):
-        return Way([Plan([*steps, Leg(Lane.DOWN, to_root)])], land)
-    return Way([Plan(steps, partial(r.narrow, total, result) if is_root else None)], land)
+        return OpPlan([PiecePlan([*steps, Leg(Lane.DOWN, to_root)])], land)
+    return OpPlan([PiecePlan(steps, partial(r.narrow, total, result) if is_root else None)], land)
 
 
-def reduce_scatter(where: HostPlacement, submission: Submission) -> Way:
-    """The way of a ``ReduceScatter`` or ``ReduceScatterSingle``."""
+def reduce_scatter(where: HostPlacement, submission: Submission) -> OpPlan:
+    """The plan of a ``ReduceScatter`` or ``ReduceScatterSingle``."""
     op: Any = submission.op
     r = _Reduction(where, submission)
     counts = [r.each * n for n in getattr(op, "counts", ()) or [op.numel] * where.size]
     result, land = r.result()
     if where.even and r.given.nbytes > SMALL:
-        return Way([_scatter_on_rails(where, r, counts, result)], land)
-    return Way([_scatter_by_leaders(where, r, counts, result)], land)
+        return OpPlan([_scatter_on_rails(where, r, counts, result)], land)
+    return OpPlan([_scatter_by_leaders(where, r, counts, result)], land)
 
 
-def _scatter_on_rails(where: HostPlacement, r: _Reduction, counts: Sequence[int], result: Tensor) -> Plan:
+def _scatter_on_rails(where: HostPlacement, r: _Reduction, counts: Sequence[int], result: Tensor) -> PiecePlan:
     """Inside the host each rank gets the shares of its rail, which the ranks of the rail then divide."""
     shares = r.given.split_with_sizes(list(counts))
     rails = list(zip(*where.hosts, strict=True))  # the ranks of each
@@ -225,10 +225,10 @@ def _scatter_on_rails(where: HostPlacement, r: _Reduction, counts: Sequence[int]
     def across() -> Call:
         return _divided(r, mine, partials, total)
 
-    return Plan([Leg(Lane.UP, inside), Leg(Lane.ACROSS, across)], partial(r.narrow, total, result))
+    return PiecePlan([Leg(Lane.UP, inside), Leg(Lane.ACROSS, across)], partial(r.narrow, total, result))
 
 
-def _scatter_by_leaders(where: HostPlacement, r: _Reduction, counts: Sequence[int], result: Tensor) -> Plan:
+def _scatter_by_leaders(where: HostPlacement, r: _Reduction, counts: Sequence[int], result: Tensor) -> PiecePlan:
     """All shares to the leader, those of each host to its leader, and each to its rank."""
     if not where.in_order:
         shares = r.given.split_with_sizes(list(counts))
@@ -242,7 +242,7 @@ def _scatter_by_leaders(where: HostPlacement, r: _Reduction, counts: Sequence[in
     if leads:
         steps.append(Leg(Lane.ACROSS, lambda: _divided(r, by_host, total, ours)))
     if where.alone:
-        return Plan(steps, partial(r.narrow, ours, result))
+        return PiecePlan(steps, partial(r.narrow, ours, result))
 
     def down() -> Call:
         sends = local if leads else [0] * len(local)
@@ -252,7 +252,7 @@ def _scatter_by_leaders(where: HostPlacement, r: _Reduction, counts: Sequence[in
         op = AllToAll(r.stored, tuple(sends), tuple(receives))
         return Call(op, stored.split_with_sizes(sends), result.split_with_sizes(receives), None)
 
-    return Plan([*steps, Leg(Lane.DOWN, down)])
+    return PiecePlan([*steps, Leg(Lane.DOWN, down)])
 
 
 def _divided(r: _Reduction, counts: Sequence[int], shares: Tensor, output: Tensor) -> Call:

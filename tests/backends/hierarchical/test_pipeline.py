@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
-from asynccomm.backends.hierarchical.pipeline import LARGE, Lane, Leg, Pipeline, Plan, Way
+from asynccomm.backends.hierarchical.pipeline import LARGE, Lane, Leg, OpPlan, PiecePlan, Pipeline
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PayloadError
@@ -71,9 +71,9 @@ class Line:
         self, number: int, *lanes: Lane, call: Callable[[], Call] | None = None, tensor: torch.Tensor | None = None
     ) -> Work[Any]:
         legs = [Leg(lane, call or (lambda: Call(Barrier(), (), (), None))) for lane in lanes]
-        return self.start_way(number, Way([Plan(legs)]), tensor)
+        return self.start_way(number, OpPlan([PiecePlan(legs)]), tensor)
 
-    def start_way(self, number: int, way: Way, tensor: torch.Tensor | None = None) -> Work[Any]:
+    def start_way(self, number: int, way: OpPlan, tensor: torch.Tensor | None = None) -> Work[Any]:
         outer = AllReduce.of(GROUP, torch.ones(2) if tensor is None else tensor, ReduceOp.SUM)
         work: Work[Any] = Work(outer.op, number, self.mailbox, value=None, timeout=math.inf, on_settled=lambda _: None)
         self.pipeline.start(Submission(outer, work), way, lambda: self.over.append(number))
@@ -135,8 +135,8 @@ async def test_the_pieces_of_an_operation_end_together() -> None:
     line = Line()
     ends: list[str] = []
     barrier = Leg(Lane.UP, lambda: Call(Barrier(), (), (), None))
-    plans = [Plan([barrier], lambda: ends.append("one")), Plan([], lambda: ends.append("none"))]
-    line.start_way(0, Way([*plans, Plan([barrier])], lambda: ends.append("all")))
+    plans = [PiecePlan([barrier], lambda: ends.append("one")), PiecePlan([], lambda: ends.append("none"))]
+    line.start_way(0, OpPlan([*plans, PiecePlan([barrier])], lambda: ends.append("all")))
     assert line.counts() == (2, 0, 0)
     line.up.settle(1)
     assert ends == ["none"]
