@@ -56,6 +56,12 @@ if TYPE_CHECKING:
     from asynccomm.ops.reduce_op import RedOpType as RedOpType
     from asynccomm.ops.reduce_op import ReduceOp as ReduceOp
     from asynccomm.options import CommOptions as CommOptions
+    from asynccomm.queues.attaching import attach_queue as attach_queue
+    from asynccomm.queues.errors import EndOfQueueError as EndOfQueueError
+    from asynccomm.queues.errors import ParticipantLostError as ParticipantLostError
+    from asynccomm.queues.errors import QueueError as QueueError
+    from asynccomm.queues.queue import MessageQueue as MessageQueue
+    from asynccomm.queues.queue import QueueStatistics as QueueStatistics
     from asynccomm.runner import run as run
     from asynccomm.serialization.values import register_safe as register_safe
     from asynccomm.store.base import PrefixStore as PrefixStore
@@ -106,6 +112,12 @@ _HOMES = {
     "CommOptions": "asynccomm.options",
     "RedOpType": "asynccomm.ops.reduce_op",
     "ReduceOp": "asynccomm.ops.reduce_op",
+    "attach_queue": "asynccomm.queues.attaching",
+    "EndOfQueueError": "asynccomm.queues.errors",
+    "ParticipantLostError": "asynccomm.queues.errors",
+    "QueueError": "asynccomm.queues.errors",
+    "MessageQueue": "asynccomm.queues.queue",
+    "QueueStatistics": "asynccomm.queues.queue",
     "run": "asynccomm.runner",
     "spawn": "asynccomm.cli.spawning",
     "register_safe": "asynccomm.serialization.values",

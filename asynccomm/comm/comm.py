@@ -21,6 +21,7 @@ from asynccomm.comm.methods.groups import Groups
 from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.objects import Objects
 from asynccomm.comm.methods.p2p import P2P
+from asynccomm.comm.methods.queues import Queues
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import VariableCollectives
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
@@ -47,6 +48,7 @@ class Comm(
     VariableCollectives,
     CoalescedCollectives,
     P2P,
+    Queues,
     Objects,
     TensorDicts,
     Groups,
