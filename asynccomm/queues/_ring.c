@@ -3,11 +3,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <structmember.h>
+#include <time.h>
 
 enum { LINE = 64, FRAME_HEADER = 32, SLOTS = 64, DATA = 16384 };
 enum { HEAD = 0, FLOOR = 8, WAITING = 16, FIRST_SLOT = 24, SLOT_WORDS = 16, TAIL = 0, SLEEPING = 8 }; /* words */
@@ -315,10 +317,32 @@ static PyObject *Reader_take(PyObject *self, PyObject *args)
     return taken;
 }
 
+static int64_t nanoseconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static PyObject *Reader_poll(PyObject *self, PyObject *arg)
+{
+    Reader *d = (Reader *)self;
+    double seconds = PyFloat_AsDouble(arg);
+    if (PyErr_Occurred()) return NULL;
+    int found;
+    Py_BEGIN_ALLOW_THREADS
+    int64_t end = nanoseconds() + (int64_t)(seconds * 1e9);
+    /* the writer may need this core: it is offered in each round */
+    while (!(found = atomic_load(d->ring.words + HEAD) != d->tail) && nanoseconds() < end) sched_yield();
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(found);
+}
+
 static PyMethodDef reader_methods[] = {
     {"peek", Reader_peek, METH_NOARGS, "The next frame, or None."},
     {"valid", Reader_valid, METH_NOARGS, "Whether the frame of peek was intact while its payload was copied."},
     {"free", Reader_free, METH_NOARGS, "Finish the frame of peek."},
+    {"poll", Reader_poll, METH_O, "Look for a frame for so many seconds, without the GIL."},
     {"publish", Reader_publish, METH_NOARGS, "Publish the tail."},
     {"take", Reader_take, METH_VARARGS, "Read items of one frame without tensors."},
     {NULL, NULL, 0, NULL},

@@ -53,7 +53,7 @@ class Doorbell:
     def ring(self) -> None:
         """Wake the other side. From any thread."""
         with contextlib.suppress(OSError):  # lost, or full of rings that have not been read
-            self._socket.send_now(WAKE)
+            self._sock.send(WAKE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def leave(self) -> None:
         """End the connection in order."""

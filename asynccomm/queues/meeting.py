@@ -125,7 +125,7 @@ class QueueHost:
                 self._spawn(send_frames(self._segment, self._ring, slot, self._drops, bridges, transport))
             self._came(hello.rank)
 
-        reply = QueueWelcome(welcome.token, ring=self._ring, slot=slot, drops=self._drops)
+        reply = QueueWelcome(welcome.token, ring=self._ring, slot=0 if remote else slot, drops=self._drops)
         return Admitted(reply, -1 if remote else os.dup(self._fd), attach)
 
     def _admit_writer(self, end: ReadingEnd, hello: QueueHello, welcome: QueueWelcome, remote: bool) -> Admitted:

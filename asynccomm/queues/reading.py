@@ -19,6 +19,8 @@ from asynccomm.queues.waiters import Waiters
 
 AHEAD: Final = 64  # items that are read at once
 AHEAD_BYTES: Final = 1 << 20
+POLL_SECONDS: Final = 50e-6  # to look for the next item before sleeping, about the time of a wake-up
+VAIN: Final = 16  # sleeps without a look after a look that was in vain
 BUDGET: Final = 4 << 20  # bytes that are copied before other tasks run
 
 Found = Any  # bytes of an item of bytes; the source and the data of another item; the error of an item
@@ -38,6 +40,7 @@ class Source:
         self._fence = Fence()
         self._ring, self._told = ring, self._reader.tail
         self._item: Incoming | None = None
+        self._patience = 1
         self._broken = 0  # items that were dropped in their middle
 
     @property
@@ -97,6 +100,17 @@ class Source:
             self._words[WAITING] = 0
             if self.bell is not None:
                 self.bell.ring()
+
+    def poll(self) -> bool:
+        """Look for a frame of a fast writer before the end sleeps; not after polls that were in vain."""
+        if self._patience <= 0:
+            self._patience += 1
+            return False
+        found = bool(self._reader.poll(POLL_SECONDS))
+        self._patience = 1 if found else self._patience - 1
+        if self._patience == 0:
+            self._patience = -VAIN
+        return found
 
     def arm(self) -> bool:
         """Ask the writer for a wake-up; False: there is something to read, or an end to be seen."""
@@ -164,6 +178,8 @@ class ReadingEnd:
 
     def _arm(self) -> bool:
         with self._lock:
+            if len(self.sources) == 1 and self.sources[0].poll():
+                return False
             armed = [source.arm() for source in self.sources]
             return all(armed) and not self._found and self._error is None and not self._ended()
 

@@ -12,6 +12,8 @@ The other process is not trusted: counters and lengths are checked, and memory o
 from __future__ import annotations
 
 import ctypes
+import os
+import time
 from typing import Any, Final, NamedTuple, final
 
 from asynccomm.backends.shm.fence import Fence
@@ -140,6 +142,15 @@ class PythonReader:
             if frame[1] != PADDING:
                 return (*frame, self._address + DATA + at + HEADER)
             self.tail += self._size
+
+    def poll(self, seconds: float) -> bool:
+        """Look for a frame for ``seconds``, offering the core to others; returns whether there is one."""
+        end = time.monotonic() + seconds
+        while self._words[HEAD] == self.tail:
+            if time.monotonic() >= end:
+                return False
+            os.sched_yield()
+        return True
 
     def valid(self) -> bool:
         """Whether the frame of ``peek`` was intact while its payload was copied."""
