@@ -349,7 +349,7 @@ static PyMethodDef reader_methods[] = {
 };
 static PyMemberDef reader_members[] = {{"tail", T_ULONGLONG, offsetof(Reader, tail), READONLY, NULL},
     {"dropped", T_ULONGLONG, offsetof(Reader, dropped), READONLY, NULL},
-    {"expected", T_LONGLONG, offsetof(Reader, expected), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+    {"expected", T_LONGLONG, offsetof(Reader, expected), 0, NULL}, {NULL, 0, 0, 0, NULL}};
 static PyType_Slot reader_slots[] = {{Py_tp_new, (void *)Reader_new}, {Py_tp_dealloc, (void *)dealloc},
     {Py_tp_methods, (void *)reader_methods}, {Py_tp_members, (void *)reader_members}, {0, NULL}};
 static PyType_Spec reader_spec = {"_ring.Reader", sizeof(Reader), 0, Py_TPFLAGS_DEFAULT, reader_slots};

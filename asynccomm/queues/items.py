@@ -33,6 +33,11 @@ class Outgoing:
             self._parts = [parcel.head, *(tensor.contiguous() for tensor in parcel.tensors if tensor.numel())]
         self._part = self._at = 0
 
+    @property
+    def begun(self) -> bool:
+        """Whether frames of it are in the ring."""
+        return self._part > 0 or self._at > 0
+
     def frames(self, most: int) -> int:
         """Bytes of the ring that the item's frames take, at most, with payloads of up to ``most`` bytes."""
         sizes = [framed(most) * (_nbytes(part) // most) + framed(_nbytes(part) % most) for part in self._parts]

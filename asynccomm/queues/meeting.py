@@ -107,7 +107,7 @@ class QueueHost:
 
     def _admit_reader(self, end: WritingEnd, hello: QueueHello, welcome: QueueWelcome, remote: bool) -> Admitted:
         target = Target(hello.label, None)
-        slot = end.attach(target)
+        slot, number = end.attach(target)
         if slot < 0:
             return Admitted(_refused(welcome, f"the queue has {SLOTS} readers already"))
 
@@ -125,7 +125,8 @@ class QueueHost:
                 self._spawn(send_frames(self._segment, self._ring, slot, self._drops, bridges, transport))
             self._came(hello.rank)
 
-        reply = QueueWelcome(welcome.token, ring=self._ring, slot=0 if remote else slot, drops=self._drops)
+        slot_there = 0 if remote else slot  # in the ring that it reads
+        reply = QueueWelcome(welcome.token, "", self._ring, slot_there, self._drops, number)
         return Admitted(reply, -1 if remote else os.dup(self._fd), attach)
 
     def _admit_writer(self, end: ReadingEnd, hello: QueueHello, welcome: QueueWelcome, remote: bool) -> Admitted:
@@ -165,7 +166,7 @@ def _attach_source(
     transport: socket.socket | Streams,
 ) -> Bridge | None:
     """Read a ring whose writer is at the other end of ``transport``; returns the bridge of TCP, to be run."""
-    source = Source(segment, welcome.ring, welcome.slot, welcome.drops, label, lost)
+    source = Source(segment, welcome, label, lost)
     sock, bridge = transport, None
     if not isinstance(sock, socket.socket):
         sock, bridges = bell_pair()
@@ -242,7 +243,7 @@ def _attach_target(
         end.attach(Target(label, Doorbell(transport, end.pump, ended)))
         return None
     mine, bridges = bell_pair()
-    slot = end.attach(Target(label, Doorbell(mine, end.pump, ended), bridged=True))
+    slot, _ = end.attach(Target(label, Doorbell(mine, end.pump, ended), bridged=True))
     return send_frames(segment, welcome.ring, slot, welcome.drops, bridges, transport)
 
 

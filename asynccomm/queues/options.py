@@ -107,3 +107,4 @@ class QueueWelcome(Message, frozen=True):
     ring: Annotated[int, Meta(ge=0, le=2 * MOST_CAPACITY)] = 0
     slot: Annotated[int, Meta(ge=0, lt=64)] = 0
     drops: bool = False
+    number: Annotated[int, Meta(ge=0)] = 0  #: of the first item that the reader gets

@@ -13,7 +13,7 @@ from asynccomm.queues.doorbell import Doorbell
 from asynccomm.queues.errors import EndOfQueueError, QueueError
 from asynccomm.queues.items import Incoming, check_class, decode
 from asynccomm.queues.layout import ENDED, FAILED, OPEN, SLEEPING, STATE, WAITING, slot_word
-from asynccomm.queues.options import QueueOptions
+from asynccomm.queues.options import QueueOptions, QueueWelcome
 from asynccomm.queues.ring import Frame, RingReader
 from asynccomm.queues.waiters import Waiters
 
@@ -30,12 +30,14 @@ Found = Any  # bytes of an item of bytes; the source and the data of another ite
 class Source:
     """A writer's ring, as one of its readers has it."""
 
-    def __init__(self, segment: Segment, ring: int, slot: int, drops: bool, label: str, lost: AsyncCommError) -> None:
+    def __init__(self, segment: Segment, welcome: QueueWelcome, label: str, lost: AsyncCommError) -> None:
+        ring, slot, drops = welcome.ring, welcome.slot, welcome.drops
         self.label, self.lost_error = label, lost
         self.bell: Doorbell | None = None
         self.gone = False  #: the connection has ended
         self._words = segment.words
         self._reader: Any = RingReader(segment.raw, segment.data.data_ptr(), ring, slot, drops)
+        self._reader.expected = welcome.number
         self._sleeping = slot_word(slot) + SLEEPING
         self._fence = Fence()
         self._ring, self._told = ring, self._reader.tail

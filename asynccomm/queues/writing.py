@@ -78,8 +78,8 @@ class WritingEnd:
 
     # -- readers ------------------------------------------------------------------------------------------------------
 
-    def attach(self, target: Target) -> int:
-        """A slot for a new reader, which gets the items from now on; -1: there is none."""
+    def attach(self, target: Target) -> tuple[int, int]:
+        """A slot for a new reader (-1: there is none), and the number of the first item that it gets."""
         with self._lock:
             slot = next((slot for slot in range(SLOTS) if slot not in self.targets), -1)
             if slot >= 0:
@@ -89,7 +89,7 @@ class WritingEnd:
                 self._fence.full()
                 self.targets[slot] = target
                 self._writer.set_slots(tuple(self.targets))
-            return slot
+            return slot, self.number + int(bool(self._pending) and self._pending[0].item.begun)
 
     def detach(self, slot: int) -> None:
         """Wait for this reader no more. On the loop."""
