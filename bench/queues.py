@@ -88,7 +88,7 @@ Reader = Callable[[Plan, Any, Connection], None]
 Writer = Callable[[Plan, Any, list[Connection]], None]
 
 
-# -- asynccomm ----------------------------------------------------------------------------------------------------------
+# -- asynccomm ---------------------------------------------------------------------------------------------------------
 
 
 def queue_writer(plan: Plan, place: Any, readers: list[Connection]) -> None:
@@ -121,7 +121,7 @@ def queue_reader(plan: Plan, place: Any, writer: Connection) -> None:
     run(read())
 
 
-# -- multiprocessing.Queue ------------------------------------------------------------------------------------------------
+# -- multiprocessing.Queue ---------------------------------------------------------------------------------------------
 
 
 def mp_writer(plan: Plan, place: Any, readers: list[Connection]) -> None:
@@ -142,7 +142,7 @@ def mp_reader(plan: Plan, place: Any, writer: Connection) -> None:
     report(writer, tally)
 
 
-# -- pyzmq ----------------------------------------------------------------------------------------------------------------
+# -- pyzmq -------------------------------------------------------------------------------------------------------------
 
 
 def zmq_writer(plan: Plan, place: Any, readers: list[Connection]) -> None:
@@ -179,7 +179,7 @@ def zmq_reader(plan: Plan, place: Any, writer: Connection) -> None:
     report(writer, tally)
 
 
-# -- asyncio streams --------------------------------------------------------------------------------------------------------
+# -- asyncio streams ---------------------------------------------------------------------------------------------------
 
 
 def streams_writer(plan: Plan, place: Any, readers: list[Connection]) -> None:
@@ -220,7 +220,7 @@ def streams_reader(plan: Plan, place: Any, writer: Connection) -> None:
     run(read())
 
 
-# -- running ----------------------------------------------------------------------------------------------------------------
+# -- running -----------------------------------------------------------------------------------------------------------
 
 CONTENDERS: Final[dict[str, tuple[Writer, Reader]]] = {
     "asynccomm": (queue_writer, queue_reader),

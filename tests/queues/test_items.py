@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm import PayloadError, PayloadTypeError
@@ -16,6 +16,7 @@ from asynccomm.queues.layout import largest_payload
 from asynccomm.queues.options import QueueOptions
 from asynccomm.queues.ring import FULL, Frame
 from tests.queues.rings import ENDS, ends
+from tests.sampling import examples
 
 RING = 4096
 MOST = largest_payload(RING)
@@ -39,7 +40,7 @@ def through(item: object, options: QueueOptions = QueueOptions()) -> Any:  # noq
     return decode(incoming, "rank 1", options)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(60)
 @given(st.binary(max_size=3 * RING), st.lists(st.integers(0, 3000), max_size=4))
 def test_items_larger_than_the_ring_arrive_byte_by_byte(data: bytes, sizes: list[int]) -> None:
     assert through(data) == data

@@ -1,5 +1,7 @@
 """The sizes of a ring and its frames."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,6 @@ from asynccomm.queues.layout import (
     ring_bytes,
     slot_word,
 )
-
 from tests.queues.rings import new_segment
 
 
@@ -29,7 +30,7 @@ def test_two_frames_and_their_padding_fit_every_ring(capacity: int) -> None:
 
 def test_slots_are_apart_and_before_the_ring() -> None:
     words = [slot_word(slot) + TAIL for slot in range(SLOTS)]
-    assert all(b - a >= LINE // 8 for a, b in zip(words, words[1:], strict=False))
+    assert all(b - a >= LINE // 8 for a, b in pairwise(words))
     assert slot_word(SLOTS) * 8 <= DATA
 
 

@@ -158,7 +158,7 @@ async def test_an_item_that_is_refused_does_not_end_the_queue() -> None:
         for item in (1, "text", 2, bytes(3000), 3):
             await queue.put(item)
         assert await reader.get_many() == [1]
-        with pytest.raises(PayloadTypeError, match="a int was expected, but process .* put a str"):
+        with pytest.raises(PayloadTypeError, match=r"a int was expected, but process .* put a str"):
             await reader.get_many()
         assert await reader.get() == 2
         with pytest.raises(PayloadError, match="3000 bytes, but max_bytes is 2000"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.errors import BackendError
@@ -23,8 +23,8 @@ from asynccomm.queues.layout import (
     slot_word,
 )
 from asynccomm.queues.ring import FULL, PUBLISHED, WAKE
-
 from tests.queues.rings import ENDS, ends
+from tests.sampling import examples
 
 RING = 4096
 kinds = pytest.mark.parametrize("kinds", ENDS, ids=lambda kinds: f"{kinds[0].__name__}-{kinds[1].__name__}")
@@ -36,7 +36,7 @@ def put(writer: Any, number: int, data: bytes, kind: int = BYTES) -> int:
 
 
 @kinds
-@settings(max_examples=40, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, largest_payload(RING)), st.integers(0, 3)), max_size=60))
 def test_each_reader_gets_every_byte_in_order(kinds: Any, steps: list[tuple[int, int]]) -> None:
     _, writer, readers = ends(kinds, RING, 2)
@@ -60,7 +60,7 @@ def test_each_reader_gets_every_byte_in_order(kinds: Any, steps: list[tuple[int,
 
 
 @kinds
-@settings(max_examples=40, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, largest_payload(RING)), st.integers(0, 4)), max_size=80))
 def test_a_ring_that_drops_gives_the_newest_items_and_counts_the_others(
     kinds: Any, steps: list[tuple[int, int]]
@@ -132,7 +132,7 @@ def test_a_reader_without_frames_polls_until_the_time_is_over(kinds: Any) -> Non
 
 
 @kinds
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_damaged_memory_is_an_error_and_no_crash(kinds: Any, data: st.DataObject) -> None:
     drops = data.draw(st.booleans())
