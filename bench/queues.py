@@ -189,6 +189,8 @@ def streams_writer(plan: Plan, place: Any, readers: list[Connection]) -> None:
         for reader in readers:
             reader.send("go")
         await asyncio.to_thread(wait_for, readers)
+        while len(writers) < len(readers):
+            await asyncio.sleep(0.001)
         start(readers)
         for item in plan.items():
             for writer in writers:

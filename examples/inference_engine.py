@@ -3,8 +3,8 @@
     asynccomm run -n 3 examples/inference_engine.py
 
 Rank 0 is the front end: many tasks ask for answers at the same time, and a scheduler puts the requests that wait into
-the queue, as one batch that every worker gets. The workers hold half of a network's columns each, as in tensor
-parallelism; each puts its part of the answers into a queue that only the front end reads. The front end prints
+the queue, as one batch that every worker gets. Each worker holds some columns of a network, as in tensor
+parallelism, and puts its part of the answers into a queue that only the front end reads. The front end prints
 latencies under load. A worker blocks no loop, and the front end needs no thread.
 """
 
