@@ -6,6 +6,7 @@ one byte. So only sleepers are woken, and many publications wake once.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -13,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
-from asynccomm.backends.shm.fd_socket import Datagram, FdSocket
 from asynccomm.control.transport.connection import close_inherited
 
 WAKE, BYE = b"w", b"b"
@@ -32,19 +32,24 @@ class Doorbell:
         self.on_wake, self.on_end = on_wake, on_end
         self._sock = sock
         self._bye = self._closed = False
-        self._socket = FdSocket(sock, self._receive)
+        self._loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._receive)
         _open.add(self)
 
     @property
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def _receive(self, message: Datagram) -> None:
-        for fd in message.fds:
-            os.close(fd)
-        if message.data == BYE:
-            self._bye = True
-        if message.data:
+    def _receive(self) -> None:
+        try:
+            data = self._sock.recv(1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._bye = self._bye or data == BYE
+        if data:
             self.on_wake()
         else:
             self.close()
@@ -53,20 +58,22 @@ class Doorbell:
     def ring(self) -> None:
         """Wake the other side. From any thread."""
         with contextlib.suppress(OSError):  # lost, or full of rings that have not been read
-            self._sock.send(WAKE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._sock.send(WAKE, socket.MSG_NOSIGNAL)
 
     def leave(self) -> None:
         """End the connection in order."""
         if not self._closed:
             with contextlib.suppress(OSError):
-                self._socket.send_now(BYE)
+                self._sock.send(BYE, socket.MSG_NOSIGNAL)
             self.close()
 
     def close(self) -> None:
         """End the connection as a loss. Idempotent."""
-        self._closed = True
-        _open.discard(self)
-        self._socket.close()
+        if not self._closed:
+            self._closed = True
+            _open.discard(self)
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
 
 
 _open: weakref.WeakSet[Doorbell] = weakref.WeakSet()
