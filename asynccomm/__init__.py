@@ -60,6 +60,12 @@ if TYPE_CHECKING:
     from asynccomm.ops.routing import Routing as Routing
     from asynccomm.ops.windows import SignalCmpOp as SignalCmpOp
     from asynccomm.options import CommOptions as CommOptions
+    from asynccomm.queues.attaching import attach_queue as attach_queue
+    from asynccomm.queues.errors import EndOfQueueError as EndOfQueueError
+    from asynccomm.queues.errors import ParticipantLostError as ParticipantLostError
+    from asynccomm.queues.errors import QueueError as QueueError
+    from asynccomm.queues.queue import MessageQueue as MessageQueue
+    from asynccomm.queues.queue import QueueStatistics as QueueStatistics
     from asynccomm.runner import run as run
     from asynccomm.serialization.values import register_safe as register_safe
     from asynccomm.store.base import PrefixStore as PrefixStore
@@ -113,6 +119,12 @@ _HOMES = {
     "Routing": "asynccomm.ops.routing",
     "RedOpType": "asynccomm.ops.reduce_op",
     "ReduceOp": "asynccomm.ops.reduce_op",
+    "attach_queue": "asynccomm.queues.attaching",
+    "EndOfQueueError": "asynccomm.queues.errors",
+    "ParticipantLostError": "asynccomm.queues.errors",
+    "QueueError": "asynccomm.queues.errors",
+    "MessageQueue": "asynccomm.queues.queue",
+    "QueueStatistics": "asynccomm.queues.queue",
     "run": "asynccomm.runner",
     "spawn": "asynccomm.cli.spawning",
     "register_safe": "asynccomm.serialization.values",

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "asynccomm"
 
 # The packages, and the modules beside them, lowest first: an import points to one that stands further ahead.
 LAYERS = [
-    "version errors options ops core control store serialization backends batching rendezvous observe windows",
+    "version errors options ops core control store serialization backends batching rendezvous observe windows queues",
     "comm runner",
     "experts gradients interop weights compat cli testing",
 ]

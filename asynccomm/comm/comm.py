@@ -23,6 +23,7 @@ from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.objects import Objects
 from asynccomm.comm.methods.observation import Observation
 from asynccomm.comm.methods.p2p import P2P
+from asynccomm.comm.methods.queues import Queues
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import VariableCollectives
 from asynccomm.comm.methods.windows import Windows
@@ -51,6 +52,7 @@ class Comm(
     CoalescedCollectives,
     ExpertCollectives,
     P2P,
+    Queues,
     Objects,
     TensorDicts,
     Groups,

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, UnsuitableError, own_hints
 from asynccomm.comm.flight import dump_at_signal, dump_failure
@@ -60,6 +60,15 @@ CLOSED_SECONDS = 2.0  # that a rank goes on connecting after a member has closed
 ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operation is past its deadline
 
 _log = logging.getLogger("asynccomm")
+
+
+class Dependent(Protocol):
+    """An object that works beside the operations, and ends with the comm."""
+
+    def comm_ended(self, error: AsyncCommError) -> None:
+        """The comm is closed or broken. From any thread; must be quick, and not raise."""
+
+
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()  # for detaching in a forked child, and at exit
 on_close: list[Callable[[Session], object]] = []  #: called with sessions that close, after their last operation
 
@@ -94,6 +103,7 @@ class Session:
         self.transport_failed: Callable[[Any], None] = weak_callback(self._transport_failed)
         self._connecting: asyncio.Timeout | None = None
         self._children: set[Session] = set()  # of this session, while they connect
+        self.dependents: weakref.WeakSet[Dependent] = weakref.WeakSet()  #: end with the comm
         self._resources = AsyncExitStack()
         self._resources.push_async_callback(identity.leave)
         self._tasks: set[asyncio.Task[None]] = set()  # closing waits for them
@@ -333,6 +343,7 @@ class Session:
                 with self._breaking:
                     self.submitter.error = self.error or closed
             self._end_streams()
+            self._end_dependents(closed)
             if self.regrouping is not None:
                 self.regrouping.cancel()
             self._closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
@@ -349,6 +360,10 @@ class Session:
         for work in list(self.in_flight.works):
             if _of_stream(work):
                 work.settle(ended)
+
+    def _end_dependents(self, error: AsyncCommError) -> None:
+        for dependent in list(self.dependents):
+            dependent.comm_ended(error)
 
     async def _close(self, closed: ClosedError) -> None:
         await self.in_flight.wait_while(lambda: bool(self.in_flight.works))
@@ -410,6 +425,7 @@ class Session:
             work.settle(error)
         for child in list(self._children):
             child._fail(error)
+        self._end_dependents(error)
         # notify the peers before the transport ends, so that they get the cause and not a lost connection
         if notify and self.reporter is not None:
             self.reporter.send_error(error, lambda: self._end(error, ended))

@@ -366,3 +366,25 @@ def test_gradients_has_a_row_per_model(tmp_path: Path) -> None:
     for peer in ("asynccomm", "gloo"):
         assert row[f"over_{peer}"] == pytest.approx((row[f"{peer}_ms"] - row["bare_ms"]) / row["cost_ms"])
     assert row["thread_ms"] > 0
+
+
+def test_queues_writes_a_row_per_contender(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    names = ["asynccomm", "multiprocessing", *(["pyzmq"] if find_spec("zmq") else []), "asyncio streams"]
+    done = bench(
+        *("queues.py", "--readers", 2, "--bytes", 1024, "--items", 100),
+        *("--rounds", 1, "--contenders", ",".join(names), "--json", out),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["contender"], row["readers"], row["bytes"]) for row in rows] == [(name, 2, 1024) for name in names]
+    assert all(row["items_per_s"] > 0 and 0 < row["latency_us"] <= row["p99_us"] for row in rows)
+
+
+@pytest.mark.parametrize("minutes", [0.03, pytest.param(10, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
+def test_every_acknowledged_item_of_a_queue_is_seen_once_and_in_order(minutes: float) -> None:
+    command = [sys.executable, "queue_soak.py", "--minutes", str(minutes), "--visitors", "2"]
+    limit = 120 + minutes * 60
+    done = subprocess.run(command, cwd=ROOT / "bench", capture_output=True, text=True, timeout=limit, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "items checked" in done.stdout

@@ -1,0 +1,162 @@
+"""Queues between the ranks of a comm, to which other processes may attach."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, SupportsIndex, Unpack, final
+
+from asynccomm.comm.methods.base import CommBase
+from asynccomm.comm.methods.groups import distinct
+from asynccomm.comm.pending import PendingComm
+from asynccomm.errors import AsyncCommError, BackendError
+from asynccomm.ops.validation import check_rank
+from asynccomm.options import check_name, seconds
+from asynccomm.queues.meeting import QueueHost, attach
+from asynccomm.queues.options import QueueArguments, QueueHandle, QueueOptions
+from asynccomm.queues.queue import MessageQueue
+from asynccomm.store.base import Store, within
+
+Ranks = Sequence[SupportsIndex]
+
+
+@final
+class _CommWatch:
+    """Ends a wait when the comm ends."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.ended: asyncio.Future[AsyncCommError] = loop.create_future()
+
+    def comm_ended(self, error: AsyncCommError) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    def _end(self, error: AsyncCommError) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
+class Queues(CommBase):
+    """Queues between the ranks of a comm."""
+
+    def queue(
+        self,
+        writer: SupportsIndex | None = None,
+        readers: Ranks | None = None,
+        *,
+        reader: SupportsIndex | None = None,
+        writers: Ranks | None = None,
+        name: str = "queue",
+        timeout: float | timedelta | None = None,
+        **arguments: Unpack[QueueArguments],
+    ) -> PendingComm[MessageQueue]:
+        """Make a queue from one writer to all or some readers, or from many writers to one reader.
+
+        ::
+
+            async with comm.queue(writer=0) as queue:
+                if comm.rank == 0:
+                    await queue.put({"step": 1})
+                else:
+                    async for item in queue: ...
+
+        ``await`` it, or better ``async with`` it, on all ranks that take part, with the same arguments. Each reader
+        gets every item, in order. A single reader gets the items of each writer in order. The queue does not use the
+        backend, and is not part of the sequence of collectives.
+
+        Args:
+            writer: the only writer; rank 0 unless ``reader`` is given.
+            readers: ranks that read; None: all others.
+            reader: the only reader, in place of ``writer``.
+            writers: ranks that write; None: all others.
+            name: tells queues with the same ranks apart that tasks make in different orders.
+            timeout: seconds to wait for the ranks; None: the comm's time limit.
+            arguments: ``capacity``, bytes of the ring (8 MiB). ``overflow="drop_oldest"``: a writer never waits, and a
+                slow reader loses the oldest items, which its ``dropped`` counts. ``on_lost="continue"``: go on without
+                lost ends. ``address``: listen on TCP at this interface, so that ends on other hosts can attach.
+                ``expect``, ``weights_only`` and ``max_bytes``: as in ``recv_object``, for each item.
+
+        Raises: TypeError, ValueError at the call, naming the argument; from awaiting: BackendError, which names the
+            ranks that did not come; ClosedError, BrokenError. Cancelling the await is safe.
+        """
+        if writer is not None and reader is not None:
+            raise ValueError(f"reader must be None if there is one writer, got reader={reader!r}, writer={writer!r}")
+        one, many = ("writer", "readers") if reader is None else ("reader", "writers")
+        if (writers if reader is None else readers) is not None:
+            other = "writers" if reader is None else "readers"
+            raise ValueError(
+                f"{other} must be None if there is one {one}, got {writers if reader is None else readers!r}"
+            )
+        host = check_rank(self._group, one, (0 if writer is None else writer) if reader is None else reader)
+        chosen = readers if reader is None else writers
+        members = [r for r in range(self.size) if r != host] if chosen is None else distinct(self._group, many, chosen)
+        if host in members:
+            raise ValueError(f"{many} must not have the {one}, {host}, got {list(members)!r}")
+        if self.rank != host and self.rank not in members:
+            raise ValueError(f"{many} must have this rank, {self.rank}, got {list(members)!r}")
+        check_name(name)
+        options = QueueOptions(**arguments)
+        limit = seconds("timeout", timeout, self.options.timeout)
+        self._submitter.check_open()
+        room = self._session.identity.child_prefix(f"{one} {name}", [host, *members])
+
+        async def connect() -> MessageQueue:
+            self._submitter.check_loop()
+            self._submitter.check_open()
+            if self.rank == host:
+                queue = await self._host(reader is None, options, members, room, limit)
+            else:
+                queue = await self._member(host, options, room, limit)
+            self._session.dependents.add(queue)
+            return queue
+
+        return PendingComm(connect)
+
+    async def _host(
+        self, writes: bool, options: QueueOptions, members: Sequence[int], room: Store, limit: float
+    ) -> MessageQueue:
+        host = QueueHost(writes, options, self.rank, self.name, members)
+        try:
+            async with within(limit):
+                handle = await host.open()
+                await room.set("handle", handle.text())
+                await self._while_open(host.ready)
+            return host.queue(handle)
+        except TimeoutError as exc:
+            host.close()
+            raise BackendError(f"ranks {host.missing} did not come to the queue within {limit:g} s") from exc
+        except BaseException:
+            host.close()
+            raise
+
+    async def _member(self, host: int, options: QueueOptions, room: Store, limit: float) -> MessageQueue:
+        getting = asyncio.ensure_future(self._attach(options, room))
+        try:
+            async with within(limit):
+                await self._while_open(getting)
+                return getting.result()
+        except TimeoutError as exc:
+            raise BackendError(f"rank {host} did not come to the queue within {limit:g} s") from exc
+        except BaseException:
+            if getting.done() and not getting.cancelled() and getting.exception() is None:
+                getting.result().leave(failed=True)
+            raise
+        finally:
+            getting.cancel()
+
+    async def _attach(self, options: QueueOptions, room: Store) -> MessageQueue:
+        handle = QueueHandle.parse((await room.get("handle", float("inf"))).decode())
+        return await attach(handle, options, self.rank, self.name)
+
+    async def _while_open(self, future: asyncio.Future[Any]) -> None:
+        """Wait for ``future``. Raises: the error of the comm, if the comm ends before."""
+        watch = _CommWatch(self.loop)
+        self._session.dependents.add(watch)
+        self._submitter.check_open()
+        either: list[asyncio.Future[Any]] = [future, watch.ended]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            raise watch.ended.result()

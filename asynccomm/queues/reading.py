@@ -1,0 +1,258 @@
+"""The reading end of a queue: items of one writer or of several, in the order in which this end finds them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any, Final, final
+
+from asynccomm.backends.shm.fence import Fence
+from asynccomm.backends.shm.segment import Segment
+from asynccomm.errors import AsyncCommError, BackendError, ClosedError, PayloadError
+from asynccomm.queues.doorbell import Doorbell
+from asynccomm.queues.errors import EndOfQueueError, QueueError
+from asynccomm.queues.items import Incoming, check_class, decode
+from asynccomm.queues.layout import ENDED, FAILED, OPEN, SLEEPING, STATE, WAITING, slot_word
+from asynccomm.queues.options import QueueOptions, QueueWelcome
+from asynccomm.queues.ring import Frame, RingReader
+from asynccomm.queues.waiters import Waiters
+
+AHEAD: Final = 64  # items that are read at once
+AHEAD_BYTES: Final = 1 << 20
+POLL_SECONDS: Final = 50e-6  # to look for the next item before sleeping, about the time of a wake-up
+VAIN: Final = 16  # sleeps without a look after a look that was in vain
+BUDGET: Final = 4 << 20  # bytes that are copied before other tasks run
+
+Found = Any  # bytes of an item of bytes; the source and the data of another item; the error of an item
+
+
+@final
+class Source:
+    """A writer's ring, as one of its readers has it."""
+
+    def __init__(self, segment: Segment, welcome: QueueWelcome, label: str, lost: AsyncCommError) -> None:
+        ring, slot, drops = welcome.ring, welcome.slot, welcome.drops
+        self.label, self.lost_error = label, lost
+        self.bell: Doorbell | None = None
+        self.gone = False  #: the connection has ended
+        self._words = segment.words
+        self._reader: Any = RingReader(segment.raw, segment.data.data_ptr(), ring, slot, drops)
+        self._reader.expected = welcome.number
+        self._sleeping = slot_word(slot) + SLEEPING
+        self._fence = Fence()
+        self._ring, self._told = ring, self._reader.tail
+        self._item: Incoming | None = None
+        self._patience = 1
+        self._broken = 0  # items that were dropped in their middle
+
+    @property
+    def dropped(self) -> int:
+        """Items that were overwritten before they were read."""
+        return int(self._reader.dropped) + self._broken
+
+    @property
+    def behind(self) -> int:
+        """Bytes that are not read."""
+        return int(self._words[0] - self._reader.tail)
+
+    def read(self, found: deque[Found], options: QueueOptions) -> int:
+        """Append items that are there to ``found``; returns the number of bytes or items read. Raises: BackendError."""
+        before = self._reader.tail
+        if self._item is None:
+            for data in self._reader.take(AHEAD, AHEAD_BYTES):
+                found.append(data if type(data) is bytes else (self, data[0]))
+            if self._reader.tail != before:
+                self._publish()
+                return 1
+        moved = 0
+        while moved < BUDGET and (frame := self._reader.peek()) is not None:
+            moved += self._read_frame(Frame(*frame), found, options) + 1
+            if self._item is None:
+                break
+        return moved
+
+    def _read_frame(self, frame: Frame, found: deque[Found], options: QueueOptions) -> int:
+        item = self._item
+        if frame.first or (item is not None and item.number != frame.number):
+            if item is not None:  # its later frames were overwritten
+                self._broken += 1
+            item = Incoming(frame, options) if frame.first else None
+        if item is not None and not item.feed(frame.address, frame.nbytes) and self._reader.valid():
+            raise BackendError(f"the ring of a queue is corrupt: an item of {self.label} is longer than it says")
+        if not self._reader.valid():
+            if item is not None and not frame.first:
+                self._broken += 1
+            self._item = None
+            return frame.nbytes
+        wake = self._reader.free()
+        self._ring_writer(wake)
+        self._item = item
+        if item is not None and item.done:
+            found.append((self, item))
+            self._item = None
+        return frame.nbytes
+
+    def _publish(self) -> None:
+        self._ring_writer(self._reader.publish())
+
+    def _ring_writer(self, waits: int) -> None:
+        """Wake a waiting writer for each quarter of the ring."""
+        if waits and self._reader.tail - self._told >= self._ring // 4:
+            self._told = self._reader.tail
+            self._words[WAITING] = 0
+            if self.bell is not None:
+                self.bell.ring()
+
+    def poll(self) -> bool:
+        """Look for a frame of a fast writer before the end sleeps; not after polls that were in vain."""
+        if self._patience <= 0:
+            self._patience += 1
+            return False
+        found = bool(self._reader.poll(POLL_SECONDS))
+        self._patience = 1 if found else self._patience - 1
+        if self._patience == 0:
+            self._patience = -VAIN
+        return found
+
+    def arm(self) -> bool:
+        """Ask the writer for a wake-up; False: there is something to read, or an end to be seen."""
+        if self.gone:
+            return False
+        self._words[self._sleeping] = 1
+        self._fence.full()
+        try:
+            return self._words[STATE] == OPEN and self._reader.peek() is None
+        except BackendError:  # which the next read raises
+            return False
+
+    def ending(self) -> AsyncCommError | None:
+        """Once nothing is left to read: the end of the source, None: it is open."""
+        state = self._words[STATE]
+        if state == OPEN and not self.gone:
+            return None
+        if self._reader.peek() is not None:
+            return None
+        if state == ENDED:
+            return EndOfQueueError(f"{self.label} has closed the queue")
+        if state == FAILED:
+            return QueueError(f"{self.label} has left the queue by an exception")
+        return self.lost_error
+
+    def close(self) -> None:
+        if self.bell is not None:
+            self.bell.leave()
+
+
+@final
+class ReadingEnd:
+    """The items of all sources, for the tasks and threads that get them.
+
+    Args:
+        expected: writers that are ranks; the queue ends after all of them have come and all writers have closed it.
+            None: there is one writer, without which the queue cannot go on.
+    """
+
+    def __init__(self, options: QueueOptions, expected: int | None) -> None:
+        self.sources: list[Source] = []
+        self.waiters: Waiters = Waiters(self._arm)
+        self._options, self._expected = options, expected
+        self._came = self._dropped = 0
+        self._found: deque[Found] = deque()
+        self._error: AsyncCommError | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def dropped(self) -> int:
+        return self._dropped + sum(source.dropped for source in self.sources)
+
+    def add(self, source: Source) -> None:
+        with self._lock:
+            self.sources.append(source)
+            self._came += 1
+        self.waiters.wake()
+
+    def fail(self, error: AsyncCommError) -> None:
+        """Raise ``error`` from now on. From any thread."""
+        with self._lock:
+            self._error = error
+            self._found.clear()
+        self.waiters.wake_soon()
+
+    def _arm(self) -> bool:
+        with self._lock:
+            if len(self.sources) == 1 and self.sources[0].poll():
+                return False
+            armed = [source.arm() for source in self.sources]
+            return all(armed) and not self._found and self._error is None and not self._ended()
+
+    def _ended(self) -> bool:
+        return not self.sources and self._came >= max(self._expected or 0, 1)
+
+    def _refill(self) -> bool:
+        """Read what is there; True: there are items now."""
+        for source in list(self.sources):
+            try:
+                moved = source.read(self._found, self._options)
+                ending = None if moved else source.ending()
+            except BackendError as exc:
+                moved, ending = 0, exc
+            if ending is not None:
+                self._end_of(source, ending)
+        if len(self.sources) > 1:
+            self.sources.append(self.sources.pop(0))  # in turn, so that no writer waits for another
+        return bool(self._found)
+
+    def _end_of(self, source: Source, ending: AsyncCommError) -> None:
+        self.sources.remove(source)
+        self._dropped += source.dropped
+        self.waiters.loop.call_soon_threadsafe(source.close)
+        if not isinstance(ending, EndOfQueueError) and (self._options.on_lost == "raise" or self._expected is None):
+            self._error = self._error or ending
+
+    def next(self) -> tuple[Any] | None:
+        """The next item, in a tuple; None: there is none yet.
+
+        Raises: EndOfQueueError, PeerLostError, ParticipantLostError, QueueError, PayloadError, BackendError.
+        """
+        with self._lock:
+            if self._found or (self._error is None and self._refill()):
+                return (self._deliver(),)
+            if self._error is not None:
+                raise self._error
+            if self._ended():
+                raise EndOfQueueError("the queue was closed by its writers, and all items have been read")
+            return None
+
+    def _deliver(self) -> Any:
+        found, options = self._found.popleft(), self._options
+        if type(found) is bytes:
+            if len(found) > options.max_bytes:
+                raise PayloadError(f"an item has {len(found)} bytes, but max_bytes is {options.max_bytes}")
+            if options.expect is not None:
+                check_class(found, "a writer", options)
+            return found
+        if isinstance(found, PayloadError):
+            raise found
+        source, data = found
+        return decode(data, source.label, options)
+
+    def many(self, limit: int) -> list[Any] | None:
+        """Up to ``limit`` items that are there; None: there is none yet."""
+        first = self.next()
+        if first is None:
+            return None
+        items = [first[0]]
+        with self._lock:
+            while len(items) < limit and (self._found or (self._error is None and self._refill())):
+                try:
+                    items.append(self._deliver())
+                except PayloadError as exc:  # for the next call
+                    self._found.appendleft(exc)
+                    break
+        return items
+
+    def close(self) -> None:
+        """Leave the queue: later calls raise ClosedError. On the loop."""
+        self.fail(ClosedError("the queue was closed here"))
+        for source in self.sources:
+            source.close()

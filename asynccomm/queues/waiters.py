@@ -1,0 +1,97 @@
+"""Tasks and threads that wait for the other side of a queue."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar, final
+
+from asynccomm.core.state import Streak
+from asynccomm.errors import WouldBlockError
+
+T = TypeVar("T")
+
+
+@final
+class Waiters:
+    """The waiting tasks and threads of one end, on the loop of the end.
+
+    Args:
+        attempt: one try to make progress; None: it has to wait.
+        arm: asks the other side for a wake-up; False: there is something to do already.
+    """
+
+    def __init__(self, arm: Callable[[], bool]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.streak = Streak()
+        self._arm = arm
+        self._waiting: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    def wake(self) -> None:
+        """Wake all. On the loop."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each()
+
+    def wake_soon(self) -> None:
+        """Wake all. From any thread."""
+        if self._waiting:
+            self.loop.call_soon_threadsafe(self.wake)
+
+    async def wait(self, attempt: Callable[[], T | None]) -> T:
+        """The first result of ``attempt``. Cancelling is safe. Raises the errors of ``attempt``."""
+        if asyncio.get_running_loop() is not self.loop:
+            raise RuntimeError("the queue belongs to the event loop that it was made on, not to the running one")
+        while (result := attempt()) is None:
+            self.streak.reset_streak()
+            future: asyncio.Future[None] = self.loop.create_future()
+            waiter = _setter(future)
+            self._add(waiter)
+            try:
+                if self._arm():
+                    await future
+                else:
+                    await asyncio.sleep(0)
+            finally:
+                self._remove(waiter)
+        return result
+
+    def _add(self, waiter: Callable[[], object]) -> None:
+        with self._lock:
+            self._waiting.append(waiter)
+
+    def _remove(self, waiter: Callable[[], object]) -> None:
+        with self._lock:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+
+    def block(self, attempt: Callable[[], T | None], timeout: float, name: str) -> T:
+        """As :meth:`wait`, on a thread without a running loop, while the loop runs in another thread.
+
+        Raises: WouldBlockError; TimeoutError after ``timeout`` seconds.
+        """
+        if asyncio._get_running_loop() is not None:
+            raise WouldBlockError(f"{name}_sync() would block the event loop of this thread: use `await {name}()`")
+        end = time.monotonic() + timeout
+        while (result := attempt()) is None:
+            event = threading.Event()
+            self._add(event.set)
+            if not self._arm():
+                event.set()
+            left = end - time.monotonic()
+            if left <= 0 or not event.wait(min(left, threading.TIMEOUT_MAX)):
+                self._remove(event.set)
+                raise TimeoutError(f"{name}_sync() was not done within {timeout:g} s")
+        return result
+
+
+def _setter(future: asyncio.Future[None]) -> Callable[[], object]:
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    return wake

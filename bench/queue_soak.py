@@ -1,0 +1,167 @@
+"""Queues whose ends come, go and are killed: every acknowledged item is seen once, and in order.
+
+    python bench/queue_soak.py --minutes 10 --visitors 4
+
+This process writes one queue to many readers, and reads another one of many writers. Visitors are processes that attach
+to one of the queues, read or write for a while, and leave, or kill themselves at a random point. A reader that stays
+checks every item of the first queue; visitors check theirs. Of each writer, the items must come in order and without a
+gap, up to the last one that was acknowledged. The end of an item that was not acknowledged may be lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import Counter
+from typing import Any, Final
+
+from asynccomm.queues.attaching import attach_queue
+from asynccomm.queues.errors import EndOfQueueError
+from asynccomm.queues.meeting import QueueHost
+from asynccomm.queues.options import QueueOptions
+from asynccomm.queues.queue import MessageQueue
+from asynccomm.runner import run
+
+CAPACITY: Final = 1 << 16
+MOST_BYTES: Final = 1 << 17  # of an item, more than the ring
+WRONG: Final = 3  # exit code of a visitor that saw a wrong item
+spawn: Final = multiprocessing.get_context("forkserver")
+
+
+def item_of(number: int) -> tuple[int, bytes]:
+    """Item ``number``: most are short."""
+    nbytes = number * 7919 % 2000 if number % 50 else number * 104_729 % MOST_BYTES
+    return number, bytes([number % 251]) * nbytes
+
+
+async def read(handle: str, count: int, die: bool) -> None:
+    """A visitor that reads ``count`` items."""
+    async with await attach_queue(handle) as queue:
+        expected: int | None = None
+        for _ in range(count):
+            number, data = await queue.get()
+            if (number, data) != item_of(number) or number != (expected if expected is not None else number):
+                os._exit(WRONG)
+            expected = number + 1
+        if die:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def write(handle: str, me: int, count: int, die: bool, acknowledged: Any) -> None:
+    """A visitor that writes ``count`` items, and may die at any point of a further one."""
+    async with await attach_queue(handle) as queue:
+        if die:
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(0.001, 0.1))
+        for number in range(1 << 40 if die else count):
+            await queue.put((me, *item_of(number)))
+            acknowledged.value = number + 1
+
+
+def visit(part: str, handle: str, seed: int, acknowledged: Any) -> None:
+    """The main function of a visitor."""
+    random.seed(seed)
+    count, die = random.randrange(1, 2000), random.random() < 0.4
+    if part == "read":
+        with contextlib.suppress(EndOfQueueError):
+            asyncio.run(read(handle, count, die))
+    else:
+        asyncio.run(write(handle, seed, count, die, acknowledged))
+
+
+class Soak:
+    """The two queues, and the counts."""
+
+    def __init__(self, outgoing: MessageQueue, incoming: MessageQueue, end: float) -> None:
+        self.outgoing, self.incoming, self.end = outgoing, incoming, end
+        self.counts: Counter[str] = Counter()
+        self.came: Counter[int] = Counter()  # items by writer
+        self.problems: list[str] = []
+
+    async def write(self) -> None:
+        number = 0
+        while time.monotonic() < self.end:
+            await self.outgoing.put(item_of(number))
+            number += 1
+        self.counts["items written"] = number
+        await self.outgoing.aclose()
+
+    async def check(self, staying: MessageQueue) -> None:
+        number = 0
+        async for item in staying:
+            if item != item_of(number):
+                self.problems.append(f"item {item[0]} in place of {number}")
+                return
+            number += 1
+        self.counts["items checked"] = number
+
+    async def read(self) -> None:
+        while True:
+            try:
+                writer, number, data = await self.incoming.get()
+            except EndOfQueueError:  # until the next writer attaches
+                await asyncio.sleep(0.005)
+                continue
+            if number != self.came[writer] or (number, data) != item_of(number):
+                self.problems.append(f"item {number} of writer {writer} in place of {self.came[writer]}")
+                return
+            self.came[writer] += 1
+            self.counts["items read"] += 1
+
+    async def send_visitors(self, seeds: random.Random) -> None:
+        """One visitor after the other."""
+        while time.monotonic() < self.end and not self.problems:
+            part = seeds.choice(["read", "write"])
+            seed, acknowledged = seeds.randrange(1 << 40), spawn.Value("q", 0)
+            handle = (self.outgoing if part == "read" else self.incoming).handle
+            process = spawn.Process(target=visit, args=(part, handle, seed, acknowledged), daemon=True)
+            await asyncio.to_thread(process.start)
+            await asyncio.to_thread(process.join, max(0.0, self.end + 5 - time.monotonic()))
+            self.counts["killed" if process.exitcode == -signal.SIGKILL else "left"] += 1
+            if process.exitcode not in (0, -signal.SIGKILL):
+                self.problems.append(f"visitor {seed}: {'a wrong item' if process.exitcode == WRONG else 'an error'}")
+            process.kill()
+            process.join()
+            for _ in range(1000):
+                if self.came[seed] >= acknowledged.value:
+                    break
+                await asyncio.sleep(0.005)
+            else:
+                self.problems.append(f"writer {seed}: {acknowledged.value} acknowledged, {self.came[seed]} seen")
+
+
+async def soak(options: argparse.Namespace) -> int:
+    choices = QueueOptions(capacity=CAPACITY, on_lost="continue")
+    hosts = [QueueHost(writes, choices, -1, "", ()) for writes in (True, False)]
+    queues = [host.queue(await host.open()) for host in hosts]
+    async with queues[0] as outgoing, queues[1] as incoming, await attach_queue(outgoing.handle) as staying:
+        this = Soak(outgoing, incoming, time.monotonic() + options.minutes * 60)
+        reading = asyncio.ensure_future(this.read())
+        seeds = random.Random(options.seed)
+        visitors = [this.send_visitors(random.Random(seeds.random())) for _ in range(options.visitors)]
+        await asyncio.gather(this.write(), this.check(staying), *visitors)
+        reading.cancel()
+    print(", ".join(f"{count} {name}" for name, count in sorted(this.counts.items())))
+    for problem in this.problems:
+        print(problem)
+    return 1 if this.problems or this.counts["items checked"] != this.counts["items written"] else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--visitors", type=int, default=4, help="at the same time")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    spawn.set_forkserver_preload(["asynccomm.queues.meeting", "asynccomm.queues.attaching"])
+    raise SystemExit(run(soak(options)))
+
+
+if __name__ == "__main__":
+    main()

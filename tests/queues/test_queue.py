@@ -1,0 +1,267 @@
+"""Queues in one process: order, back-pressure, drops, threads, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+
+import pytest
+import torch
+
+from asynccomm import (
+    ClosedError,
+    EndOfQueueError,
+    PayloadError,
+    PayloadTypeError,
+    QueueError,
+    WouldBlockError,
+    attach_queue,
+)
+from tests.queues.rings import hosted, readers_of
+from tests.waiting import until
+
+
+async def test_each_reader_gets_every_item_in_order() -> None:
+    async with hosted() as (_, queue):
+        readers = await readers_of(queue, 3)
+        items = [7, "text", b"bytes", {"t": torch.arange(5)}, None]
+        for item in items:
+            await queue.put(item)
+        await queue.aclose()
+        for reader in readers:
+            got = [item async for item in reader]
+            assert [str(item) for item in got] == [str(item) for item in items]
+            with pytest.raises(EndOfQueueError):
+                await reader.get()
+            await reader.aclose()
+
+
+async def test_many_writers_are_read_in_the_order_of_each() -> None:
+    async with hosted(writes=False) as (_, queue):
+        writers = await readers_of(queue, 3)
+
+        async def write(number: int) -> None:
+            async with writers[number] as writer:
+                for k in range(200):
+                    await writer.put((number, k))
+
+        tasks = [asyncio.ensure_future(write(number)) for number in range(3)]
+        got = [item async for item in queue]
+        await asyncio.gather(*tasks)
+        assert len(got) == 600
+        for number in range(3):
+            assert [k for n, k in got if n == number] == list(range(200))
+
+
+async def test_a_late_reader_gets_the_items_from_now_on() -> None:
+    async with hosted() as (_, queue):
+        await queue.put(1)
+        (reader,) = await readers_of(queue, 1)
+        await queue.put(2)
+        assert await reader.get() == 2
+        await reader.aclose()
+
+
+async def test_a_put_waits_for_the_slowest_reader() -> None:
+    async with hosted(capacity=4096) as (_, queue):
+        fast, slow = await readers_of(queue, 2)
+        count = 0
+        with pytest.raises(asyncio.QueueFull):
+            while True:
+                queue.put_nowait(bytes(500))
+                count += 1
+        waiting = asyncio.ensure_future(queue.put(b"last"))
+        other = asyncio.ensure_future(queue.put(bytes(900)))
+        assert await fast.get_many(100) == [bytes(500)] * count
+        assert not other.done()
+        assert queue.statistics().behind == {f"{label}": n for label, n in queue.statistics().behind.items()}
+        assert await slow.get_many(100) == [bytes(500)] * count
+        await asyncio.gather(waiting, other)
+        for reader in (fast, slow):
+            assert [await reader.get(), await reader.get()] == [b"last", bytes(900)]
+            await reader.aclose()
+
+
+async def test_a_slow_reader_loses_the_oldest_items_by_choice() -> None:
+    async with hosted(capacity=4096, overflow="drop_oldest") as (_, queue):
+        fast, slow = await readers_of(queue, 2)
+        for k in range(100):
+            await queue.put((k, bytes(400)))
+            assert (await fast.get())[0] == k
+        first = (await slow.get())[0]
+        assert first > 50
+        assert (slow.dropped, fast.dropped) == (first, 0)
+        with pytest.raises(ValueError, match="item must fit into the ring of 4096 bytes where the oldest items are"):
+            await queue.put(bytes(5000))
+        await fast.aclose()
+        await slow.aclose()
+
+
+async def test_a_large_item_streams_through_a_small_ring() -> None:
+    async with hosted(capacity=1 << 14) as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        tensor = torch.arange(1 << 18)
+        with pytest.raises(ValueError, match="item must fit into the ring of 16384 bytes: await put"):
+            queue.put_nowait(tensor)
+        put = asyncio.ensure_future(queue.put(tensor))
+        assert torch.equal(await reader.get(), tensor)
+        await put
+        await reader.aclose()
+
+
+async def test_a_cancelled_put_is_put_and_a_cancelled_get_loses_nothing() -> None:
+    async with hosted(capacity=1 << 14) as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        get = asyncio.ensure_future(reader.get())
+        await asyncio.sleep(0)
+        get.cancel()
+        put = asyncio.ensure_future(queue.put(bytes(1 << 17)))
+        await asyncio.sleep(0)
+        put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        after = asyncio.ensure_future(queue.put("after"))
+        assert await reader.get() == bytes(1 << 17)
+        assert await reader.get() == "after"
+        await after
+        await reader.aclose()
+
+
+async def test_threads_put_and_get_while_the_loop_runs() -> None:
+    async with hosted(capacity=4096) as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+
+        def write() -> None:
+            for k in range(300):
+                queue.put_sync((k, bytes(300)), timeout=20)
+
+        def read() -> list[int]:
+            return [reader.get_sync(20)[0] for _ in range(300)]
+
+        _, got = await asyncio.gather(asyncio.to_thread(write), asyncio.to_thread(read))
+        assert got == list(range(300))
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(reader.get_sync, 0.01)
+        with pytest.raises(WouldBlockError):
+            reader.get_sync()
+        with pytest.raises(WouldBlockError):
+            queue.put_sync(1)
+        with pytest.raises(asyncio.QueueEmpty):
+            reader.get_nowait()
+        await reader.aclose()
+
+
+async def test_an_item_that_is_refused_does_not_end_the_queue() -> None:
+    async with hosted() as (_, queue):
+        reader = await attach_queue(queue.handle, expect=int, max_bytes=2000)
+        for item in (1, "text", 2, bytes(3000), 3):
+            await queue.put(item)
+        assert await reader.get_many() == [1]
+        with pytest.raises(PayloadTypeError, match=r"a int was expected, but process .* put a str"):
+            await reader.get_many()
+        assert await reader.get() == 2
+        with pytest.raises(PayloadError, match="3000 bytes, but max_bytes is 2000"):
+            reader.get_nowait()
+        assert await reader.get() == 3
+        with pytest.raises(TypeError, match="item cannot be sent"):
+            await queue.put(object())
+        with pytest.raises(ValueError, match="limit must be a positive integer, got 0"):
+            await reader.get_many(0)
+        await reader.aclose()
+
+
+async def test_a_writer_that_fails_gives_its_items_and_then_an_error() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with hosted() as (_, queue):
+            (reader,) = await readers_of(queue, 1)
+            async with queue:
+                await queue.put(1)
+                1 / 0  # noqa: B018
+    assert await reader.get() == 1
+    for _ in range(2):
+        with pytest.raises(QueueError, match="has left the queue by an exception"):
+            await reader.get()
+    await reader.aclose()
+
+
+async def test_a_reader_that_leaves_holds_no_writer_back() -> None:
+    async with hosted(capacity=4096) as (host, queue):
+        readers = await readers_of(queue, 2)
+        put = asyncio.ensure_future(queue.put(bytes(100_000)))
+        await asyncio.sleep(0)
+        for reader in readers:
+            await reader.aclose()
+            await reader.aclose()
+        await put
+        assert not host.end.targets
+        with pytest.raises(ClosedError):
+            await readers[0].get()
+    with pytest.raises(ClosedError, match="the queue was closed here"):
+        await queue.put(1)
+
+
+async def test_the_writers_of_a_reader_that_leaves_get_an_error() -> None:
+    async with hosted(writes=False) as (_, queue):
+        (writer,) = await readers_of(queue, 1)
+        await writer.put(1)
+        await queue.aclose()
+
+        async def put_until_refused() -> None:
+            while True:
+                await writer.put(bytes(1 << 20))
+                await asyncio.sleep(0)
+
+        with pytest.raises(ClosedError, match="has closed the queue"):
+            await put_until_refused()
+        await writer.aclose()
+
+
+async def test_each_end_has_its_own_methods() -> None:
+    async with hosted() as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        with pytest.raises(RuntimeError, match=r"get\(\) is for readers"):
+            await queue.get()
+        with pytest.raises(RuntimeError, match=r"put\(\) is for writers"):
+            await reader.put(1)
+        assert (queue.role, reader.role) == ("writer", "reader")
+        await queue.put(1)
+        assert queue.statistics().items == 1
+        assert copy.copy(queue) is queue
+        with pytest.raises(TypeError, match="attach there by"):
+            pickle.dumps(queue)
+        assert repr(reader) == "<MessageQueue, reader>"
+        await reader.aclose()
+
+
+async def test_a_tight_loop_of_puts_lets_other_tasks_run() -> None:
+    async with hosted() as (_, queue):
+        ran = False
+
+        async def other() -> None:
+            nonlocal ran
+            ran = True
+
+        task = asyncio.ensure_future(other())
+        for _ in range(1000):
+            await queue.put(b"item")
+        assert ran
+        await task
+
+
+async def test_an_idle_end_sleeps() -> None:
+    async with hosted() as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        wakes: list[int] = []
+        get = asyncio.ensure_future(reader.get())
+        await asyncio.sleep(0)
+        source = reader._end.sources[0]
+        bell, wake = source.bell, source.bell.on_wake
+        bell.on_wake = lambda: (wakes.append(1), wake())
+        await queue.put(1)
+        await queue.put(2)
+        assert await get == 1
+        assert await reader.get() == 2
+        await until(lambda: True)
+        assert len(wakes) == 1
+        await reader.aclose()

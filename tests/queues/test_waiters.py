@@ -1,0 +1,63 @@
+"""Waits of tasks and threads."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynccomm import WouldBlockError
+from asynccomm.queues.waiters import Waiters
+from tests.waiting import until
+
+
+async def test_a_wait_ends_with_the_first_result() -> None:
+    results: list[int | None] = [None, None, 7]
+    waiters = Waiters(lambda: True)
+    task = asyncio.ensure_future(waiters.wait(lambda: results.pop(0)))
+    for left in (2, 1):
+        await until(lambda left=left: len(results) == left)
+        waiters.wake()
+    assert await task == 7
+
+
+async def test_a_wait_does_not_sleep_if_arming_finds_something() -> None:
+    results: list[int | None] = [None, 7]
+    assert await Waiters(lambda: False).wait(lambda: results.pop(0)) == 7
+
+
+async def test_a_cancelled_wait_makes_no_further_attempt() -> None:
+    attempts: list[int] = []
+    waiters = Waiters(lambda: True)
+    task = asyncio.ensure_future(waiters.wait(lambda: attempts.append(1)))
+    await until(lambda: attempts)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    waiters.wake()
+    assert len(attempts) == 1
+
+
+async def test_a_thread_is_woken_and_has_a_time_limit() -> None:
+    results: list[int | None] = [None, 7]
+    waiters = Waiters(lambda: True)
+    task = asyncio.ensure_future(asyncio.to_thread(waiters.block, lambda: results.pop(0), 20.0, "get"))
+    await until(lambda: len(results) == 1)
+    await until(lambda: waiters.wake() or task.done())
+    assert await task == 7
+    with pytest.raises(TimeoutError, match=r"get_sync\(\) was not done within 0.01 s"):
+        await asyncio.to_thread(waiters.block, lambda: None, 0.01, "get")
+
+
+async def test_a_thread_with_a_running_loop_must_not_block() -> None:
+    with pytest.raises(WouldBlockError, match=r"use `await get\(\)`"):
+        Waiters(lambda: True).block(lambda: 1, 1.0, "get")
+
+
+def test_another_loop_cannot_wait() -> None:
+    async def make() -> Waiters:
+        return Waiters(lambda: True)
+
+    waiters = asyncio.run(make())
+    with pytest.raises(RuntimeError, match="belongs to the event loop"):
+        asyncio.run(waiters.wait(lambda: None))

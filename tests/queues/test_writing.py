@@ -1,0 +1,62 @@
+"""The writing end: its slots, its order, and corrupt readers."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynccomm import BackendError, ClosedError
+from asynccomm.queues.layout import FAILED, STATE, TAIL, WAITING, slot_word
+from asynccomm.queues.options import QueueOptions
+from asynccomm.queues.ring import PythonReader
+from asynccomm.queues.writing import Target, WritingEnd
+from tests.queues.rings import new_segment
+
+RING = 4096
+
+
+async def test_items_that_wait_keep_their_order_before_short_ones() -> None:
+    segment = new_segment(RING)
+    end = WritingEnd(segment, RING, False, QueueOptions())
+    slot, number = end.attach(Target("reader", None))
+    assert (slot, number) == (0, 0)
+    put = end.put(end.encode(bytes(3 * RING)))
+    assert not put.done
+    assert not end.put_bytes(b"short")
+    assert not end.put_now(b"short")
+    assert end.attach(Target("late", None)) == (1, 1)
+    end.detach(1)
+    assert end.flushed() is None
+    assert segment.words[WAITING]
+    reader = PythonReader(segment.raw, segment.data.data_ptr(), RING, 0, False)
+    sizes = []
+    while not put.done:
+        while (frame := reader.peek()) is not None:
+            sizes.append(frame[0])
+            reader.free()
+        end.pump()
+    assert sum(sizes) <= 3 * RING
+    assert end.put_bytes(b"short")
+    assert end.number == 2
+
+
+async def test_a_corrupt_counter_of_a_reader_is_an_error() -> None:
+    segment = new_segment(RING)
+    end = WritingEnd(segment, RING, False, QueueOptions())
+    end.attach(Target("reader", None))
+    put = end.put(end.encode(bytes(3 * RING)))
+    segment.words[slot_word(0) + TAIL] = 1 << 40
+    end.pump()
+    with pytest.raises(BackendError, match="a reader's counter in the ring of a queue is corrupt"):
+        end.finished(put)()
+    with pytest.raises(BackendError):
+        end.put(end.encode(1))
+
+
+async def test_an_end_refuses_all_later_puts() -> None:
+    segment = new_segment(RING)
+    end = WritingEnd(segment, RING, False, QueueOptions())
+    end.end(failed=True)
+    assert segment.words[STATE] == FAILED
+    assert not end.put_bytes(b"")
+    with pytest.raises(ClosedError):
+        end.put_now(b"")
