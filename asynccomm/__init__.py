@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asynccomm import blocking as blocking
     from asynccomm import compat as compat
     from asynccomm import interop as interop
     from asynccomm import testing as testing
@@ -117,7 +118,7 @@ _HOMES = {
     "__version__": "asynccomm.version",
     "Work": "asynccomm.core.work",
 }
-_PACKAGES = ("compat", "interop", "testing", "weights")
+_PACKAGES = ("blocking", "compat", "interop", "testing", "weights")
 __all__ = list(_HOMES)
 
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "asynccomm"
 # The packages, and the modules beside them, lowest first: an import points to one that stands further ahead.
 LAYERS = [
     "version errors options ops core control store serialization backends batching rendezvous comm runner",
-    "gradients interop weights compat cli testing",
+    "gradients blocking interop weights compat cli testing",
 ]
 ORDER = [package for layer in LAYERS for package in layer.split()]
 

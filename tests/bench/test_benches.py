@@ -299,3 +299,13 @@ def test_gradients_has_a_row_per_model(tmp_path: Path) -> None:
     for peer in ("asynccomm", "gloo"):
         assert row[f"over_{peer}"] == pytest.approx((row[f"{peer}_ms"] - row["bare_ms"]) / row["cost_ms"])
     assert row["thread_ms"] > 0
+
+
+def test_blocking_has_a_row_for_a_twin_and_one_for_a_wait(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("blocking.py", "--rounds", 1, "--calls", 20, "--json", out)
+    assert done.returncode == 0, done.stderr
+    assert [(row["op"], row["peer"]) for row in json.loads(out.read_text())] == [
+        ("twin", "hand-over"),
+        ("wait", "await"),
+    ]
