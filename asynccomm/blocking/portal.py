@@ -122,12 +122,17 @@ class _Call(Generic[T]):
 
 @final
 class Portal:
-    """A hold on the event loop that runs in a thread. The loop ends with the last hold, or with the process."""
+    """A hold on the event loop that runs in a thread. The loop ends with the last hold, or with the process.
 
-    def __init__(self) -> None:
+    Args:
+        loop: the loop itself, for a caller that may be on its thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._process: Final = os.getpid()
         self.held = True  #: whether this hold is in force
-        self.loop: Final[asyncio.AbstractEventLoop] = loops().__enter__().call(asyncio.get_running_loop)
+        portal = loops().__enter__()
+        self.loop: Final = portal.call(asyncio.get_running_loop) if loop is None else loop
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """``run_on`` this loop. Raises: ClosedError in a forked child, where the loop's thread is missing."""

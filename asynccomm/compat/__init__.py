@@ -1,6 +1,6 @@
-"""Async versions of the interfaces of other communication libraries.
+"""The interfaces of other communication libraries, over asynccomm: awaited, and most of them also without a loop.
 
-``c10d`` is imported on first use: it needs torch.
+The modules are imported on first use: they need torch.
 """
 
 from importlib import import_module
@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asynccomm.compat import c10d as c10d
+    from asynccomm.compat import torchcomms as torchcomms
+
+_MODULES = ("c10d", "torchcomms")
 
 
 def __getattr__(name: str) -> Any:
-    if name != "c10d":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("asynccomm.compat.c10d")
+    return import_module(f"asynccomm.compat.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "c10d"})
+    return sorted({*globals(), *_MODULES})
