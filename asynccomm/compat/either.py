@@ -8,7 +8,7 @@ without a loop belongs to the loop of ``asynccomm.blocking``; one made in a coro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, final
 
 from asynccomm.blocking.comm import BlockingComm, connected_or_none
@@ -98,3 +98,19 @@ async def nothing(value: T) -> T:
 def at_once(value: T) -> Any:
     """``value``, or an awaitable of it where a loop runs: for calls that send nothing."""
     return value if asyncio._get_running_loop() is None else nothing(value)
+
+
+def in_order(calls: Sequence[Callable[[], Any]], then: Callable[[list[Any]], T]) -> Any:
+    """``then(results)`` of calls that block, or are awaited, one after the other; or an awaitable of it."""
+    if asyncio._get_running_loop() is None:
+        return then([call() for call in calls])
+    return _in_order(calls, then)
+
+
+async def _in_order(calls: Sequence[Callable[[], Any]], then: Callable[[list[Any]], T]) -> T:
+    return then([await call() for call in calls])
+
+
+def same(value: T) -> T:
+    """``value``, where a function of a result is due."""
+    return value
