@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asynccomm.compat import bagua as bagua
     from asynccomm.compat import c10d as c10d
     from asynccomm.compat import torchcomms as torchcomms
     from asynccomm.compat import vllm as vllm
 
-_MODULES = ("c10d", "torchcomms", "vllm")
+_MODULES = ("bagua", "c10d", "torchcomms", "vllm")
 
 
 def __getattr__(name: str) -> Any:
