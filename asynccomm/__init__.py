@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asynccomm import blocking as blocking
     from asynccomm import compat as compat
     from asynccomm import experts as experts
     from asynccomm import interop as interop
@@ -138,7 +139,7 @@ _HOMES = {
     "Window": "asynccomm.windows.window",
     "Work": "asynccomm.core.work",
 }
-_PACKAGES = ("compat", "experts", "interop", "testing", "weights")
+_PACKAGES = ("blocking", "compat", "experts", "interop", "testing", "weights")
 __all__ = list(_HOMES)
 
 

@@ -1,20 +1,25 @@
-"""Async versions of the interfaces of other communication libraries.
+"""The interfaces of other communication libraries, over asynccomm: awaited, and most of them also without a loop.
 
-``c10d`` is imported on first use: it needs torch.
+The modules are imported on first use: they need torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asynccomm.compat import bagua as bagua
     from asynccomm.compat import c10d as c10d
+    from asynccomm.compat import torchcomms as torchcomms
+    from asynccomm.compat import vllm as vllm
+
+_MODULES = ("bagua", "c10d", "torchcomms", "vllm")
 
 
 def __getattr__(name: str) -> Any:
-    if name != "c10d":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("asynccomm.compat.c10d")
+    return import_module(f"asynccomm.compat.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "c10d"})
+    return sorted({*globals(), *_MODULES})

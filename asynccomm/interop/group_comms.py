@@ -17,21 +17,19 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Final, Self, final
+from typing import Any, Self, final
 
 import torch
 from anyio.from_thread import BlockingPortal
 from torch import Tensor
 from torch import distributed as dist
 
+from asynccomm.blocking.loop_thread import EXIT_SECONDS, at_exit, detached, loops, on_a_thread
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.errors import BrokenError, ClosedError
-from asynccomm.interop.loop_thread import at_exit, detached, loops, on_a_thread
 from asynccomm.interop.torch_version import uncompiled
 from asynccomm.interop.torch_words import check_split
-
-EXIT_SECONDS: Final = 5.0  # for operations in flight, when the process ends with the group open
 
 
 @final

@@ -17,12 +17,12 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from asynccomm.blocking.loop_thread import detached
 from asynccomm.comm.comm import coalesce
 from asynccomm.comm.scopes import CoalesceScope
 from asynccomm.core.work import Work
 from asynccomm.errors import MonitoredBarrierError
 from asynccomm.interop.group_comms import GroupComms
-from asynccomm.interop.loop_thread import detached
 from asynccomm.interop.torch_version import checked_limit, time_limit, uncompiled
 from asynccomm.interop.torch_words import monitored_barrier_failed
 from asynccomm.interop.torch_work import TorchWork

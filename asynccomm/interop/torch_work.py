@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from asynccomm.blocking.loop_thread import detached, on_a_thread
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
-from asynccomm.interop.loop_thread import detached, on_a_thread
 from asynccomm.interop.torch_version import uncompiled
 
 KEPT: Final = 1024  # number of Works with Python objects that are held

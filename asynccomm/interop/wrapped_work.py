@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from asynccomm.blocking.loop_thread import on_a_thread
 from asynccomm.core import outcome
 from asynccomm.core.handles import Handle
 from asynccomm.core.outcome import Outcome, wake
 from asynccomm.core.state import Streak
-from asynccomm.interop.loop_thread import on_a_thread
 from asynccomm.interop.torch_work import TorchWork
 
 _sharing = threading.Lock()

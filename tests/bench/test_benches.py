@@ -388,3 +388,13 @@ def test_every_acknowledged_item_of_a_queue_is_seen_once_and_in_order(minutes: f
     done = subprocess.run(command, cwd=ROOT / "bench", capture_output=True, text=True, timeout=limit, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "items checked" in done.stdout
+
+
+def test_blocking_has_a_row_for_a_twin_and_one_for_a_wait(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("blocking.py", "--rounds", 1, "--calls", 20, "--json", out)
+    assert done.returncode == 0, done.stderr
+    assert [(row["op"], row["peer"]) for row in json.loads(out.read_text())] == [
+        ("twin", "hand-over"),
+        ("wait", "await"),
+    ]

@@ -10,8 +10,8 @@ import torch
 from torch import distributed as dist
 
 from asynccomm import AbortedError, ClosedError, Comm
+from asynccomm.blocking.loop_thread import detached
 from asynccomm.interop.group_comms import GroupComms
-from asynccomm.interop.loop_thread import detached
 from asynccomm.testing.local import loopback_world
 
 CPU = torch.device("cpu")

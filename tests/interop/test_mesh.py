@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from asynccomm import Comm, new_comm, wrap
+from asynccomm.blocking.loop_thread import detached
 from asynccomm.compat.c10d.fake import fake_comm
-from asynccomm.interop.loop_thread import detached
 from asynccomm.interop.mesh import init_device_mesh
 from asynccomm.interop.torch_version import PYTHON_BACKENDS
 from asynccomm.testing import loopback_world

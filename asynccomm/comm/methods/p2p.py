@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -22,7 +22,7 @@ from asynccomm.comm.methods.base import (
 )
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
-from asynccomm.errors import AsyncCommError, PayloadError
+from asynccomm.errors import AsyncCommError, PayloadError, WouldBlockError
 from asynccomm.ops import Call, MessageSpace, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.validation import CommInfo, check_rank, check_tag
 from asynccomm.options import seconds
@@ -207,8 +207,9 @@ class P2P(CommBase):
 class Sink(Handle):
     """The sending end of a stream; made by ``comm.sink``.
 
-    ``async with`` closes the stream at its end. If its body raises, the receiver gets a PayloadError with the reason
-    instead of a normal end, and the sender does not wait until the receiver has it.
+    ``async with`` closes the stream at its end, and so does ``with``, which blocks a thread without a loop. If the body
+    raises, the receiver gets a PayloadError with the reason instead of a normal end, and the sender does not wait until
+    the receiver has it.
     """
 
     _instead = "make one there, by comm.sink()"
@@ -257,7 +258,23 @@ class Sink(Handle):
     ) -> None:
         if exc is None:
             await self.close()
-        elif self._last is None:
+        else:
+            self._fail(exc)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc is None:
+            self.close().wait()
+        else:
+            self._fail(exc)
+
+    def _fail(self, exc: BaseException) -> None:
+        """End the stream with an error at the receiver, unless it has ended."""
+        if self._last is None:
             reason = f"{type(exc).__name__}: {exc}"[: ENDING // 8] if str(exc) else type(exc).__name__
             with suppress(AsyncCommError):  # closed or broken: the receiver gets that error; ``exc`` says more
                 self._last = self._send(PayloadKind.FAILURE, reason, None, None)
@@ -267,12 +284,12 @@ class Sink(Handle):
 
 
 @final
-class Stream(Handle, AsyncIterator[T]):
+class Stream(Handle, AsyncIterator[T], Iterator[T]):
     """The receiving end of a stream, an async iterator; made by ``comm.stream``.
 
-    Leaving ``async for``, or cancelling it, loses no item: a later ``async for`` on the same Stream goes on with the
-    next item. An item that is not accepted raises PayloadError, and the next ``async for`` goes on with the items after
-    it. The PayloadError of a sender that failed is final.
+    On a thread without a loop, ``for`` iterates and blocks. Leaving ``async for``, or cancelling it, loses no item: a
+    later ``async for`` on the same Stream goes on with the next item. An item that is not accepted raises PayloadError,
+    and the next ``async for`` goes on with the items after it. The PayloadError of a sender that failed is final.
     """
 
     _instead = "make one there, by comm.stream()"
@@ -300,31 +317,62 @@ class Stream(Handle, AsyncIterator[T]):
 
     async def __anext__(self) -> T:
         """The next item. Cancelling is safe, and loses no item. Raises: PayloadError, BrokenError, ClosedError."""
-        if self._reading:
-            raise RuntimeError(f"two tasks read from {self!r} at the same time")
-        if self._ended:
-            self._raise_failure()
+        if (receive := self._begin()) is None:
             raise StopAsyncIteration
-        if self._receive is None:
-            receiver = ObjectReceiver("stream", self._comm.rank, _KINDS, self._policy)
-            call = Call(self._op, (), (), None, lambda _: (receiver.kind, receiver.only()), place=receiver)
-            self._receive = self._comm._submit(call, self._timeout, self._hints)
-        self._reading = True
         try:
-            kind, item = await self._receive
+            kind, item = await receive
         except AsyncCommError:
             self._receive = None
             raise
         finally:
             self._reading = False
+        if not self._goes_on(kind, item):
+            raise StopAsyncIteration
+        return item  # type: ignore[no-any-return]  # checked by the receiver
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        """The next item, as ``__anext__`` gives it, by blocking the thread. Raises: WouldBlockError, too."""
+        if (receive := self._begin()) is None:
+            raise StopIteration
+        try:
+            kind, item = receive.wait()
+        except AsyncCommError as exc:
+            if not isinstance(exc, WouldBlockError):
+                self._receive = None
+            raise
+        finally:
+            self._reading = False
+        if not self._goes_on(kind, item):
+            raise StopIteration
+        return item  # type: ignore[no-any-return]  # checked by the receiver
+
+    def _begin(self) -> Work[tuple[PayloadKind, Any]] | None:
+        """The receive of the next item; None at the end of the stream."""
+        if self._reading:
+            raise RuntimeError(f"two tasks read from {self!r} at the same time")
+        if self._ended:
+            self._raise_failure()
+            return None
+        if self._receive is None:
+            receiver = ObjectReceiver("stream", self._comm.rank, _KINDS, self._policy)
+            call = Call(self._op, (), (), None, lambda _: (receiver.kind, receiver.only()), place=receiver)
+            self._receive = self._comm._submit(call, self._timeout, self._hints)
+        self._reading = True
+        return self._receive
+
+    def _goes_on(self, kind: PayloadKind, item: object) -> bool:
+        """Whether the received ``item`` is one of the stream, and not its end. Raises: the error of the sender."""
         self._receive = None
         if kind is PayloadKind.ITEM:
-            return item  # type: ignore[no-any-return]  # checked by the receiver
+            return True
         self._ended = True
         if kind is PayloadKind.FAILURE:
             self._failure = str(item)
             self._raise_failure()
-        raise StopAsyncIteration
+        return False
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

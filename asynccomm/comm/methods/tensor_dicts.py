@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 import zlib
 from collections.abc import Awaitable, Generator, Mapping, Sequence
@@ -19,9 +20,10 @@ from asynccomm.comm.methods.state_dict import StateReceiver
 from asynccomm.core.handles import Handle
 from asynccomm.core.tasks import detach
 from asynccomm.core.work import Work
-from asynccomm.errors import AsyncCommError, PayloadError
+from asynccomm.errors import AsyncCommError, PayloadError, WouldBlockError
 from asynccomm.ops import Call, Op, Parcel, Parcels, SendParcel
 from asynccomm.ops.validation import CommInfo, check_rank, check_tag
+from asynccomm.options import duration
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode, kind_of, reading
 from asynccomm.serialization.tensor_dicts import (
     EVERYBODY,
@@ -122,7 +124,7 @@ class TensorDicts(CommBase):
         max_bytes: int = MAX_BYTES,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
-    ) -> Awaitable[dict[Any, Any]]:
+    ) -> Work[dict[Any, Any]] | GatheredDict:
         """Receive a dict that rank ``src`` sends by :meth:`send_tensor_dict` under ``tag``. The call posts the receive.
 
         Args:
@@ -135,7 +137,7 @@ class TensorDicts(CommBase):
                 place among their calls on the group. If one rank does not accept its share, or gets other tensors, the
                 dict raises PayloadError on all ranks of the group, and the group goes on.
 
-        Returns: an awaitable of the dict; without ``all_gather_group`` a Work.
+        Returns: a Work of the dict; with ``all_gather_group`` a GatheredDict, to be awaited like a Work.
         """
         op = self._receive_op("recv_tensor_dict", src, tag)
         group = all_gather_group
@@ -143,7 +145,7 @@ class TensorDicts(CommBase):
         policy = ReceivePolicy.of(weights_only, max_bytes)
         receiver = _DictReceiver(op.method, self._group, op.tag, policy, self._received_schemas, group)
         work = self._submit(Call(op, (), (), None, receiver.finish, place=receiver), timeout, hints)
-        return work if group is None else _GatheredDict(work, receiver, group, timeout)
+        return work if group is None else GatheredDict(work, receiver, group, timeout)
 
     def broadcast_state(
         self,
@@ -270,7 +272,7 @@ class _DictReceiver:
 
 
 @final
-class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
+class GatheredDict(Handle, Awaitable[dict[Any, Any]]):
     """A dict whose shares this rank receives and then gathers with the ranks of a group.
 
     Before gathering, the ranks of the group exchange the state of their shares: a rank that refused its dict does not
@@ -290,6 +292,17 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
             self._task = detach(asyncio.ensure_future(self._gathered()))
         yield from asyncio.wait([self._task]).__await__()
         return self._task.result()
+
+    def wait(self, timeout: float | timedelta | None = None) -> dict[Any, Any]:
+        """Block the thread until the dict is there, while the comm's loop runs in another thread. See ``Work.wait``."""
+        limit = None if timeout is None else duration("timeout", timeout)
+        if asyncio._get_running_loop() is not None:
+            raise WouldBlockError(f"wait() would block the event loop of this thread: use `await` on {self!r}")
+        task = asyncio.run_coroutine_threadsafe(self._shared(), self._work._mailbox.loop)
+        return task.result(None if limit == math.inf else limit)
+
+    async def _shared(self) -> dict[Any, Any]:
+        return await self
 
     async def _gathered(self) -> dict[Any, Any]:
         refusal, result = None, {}

@@ -1,6 +1,7 @@
 """Dicts of tensors between ranks."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Awaitable
 from typing import Any
@@ -8,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import Comm, PayloadError, Work
+from asynccomm import AbortedError, Comm, PayloadError, Work, WouldBlockError, new_comm
 from asynccomm.comm.methods.base import ReceivePolicy
-from asynccomm.comm.methods.tensor_dicts import _DictReceiver
+from asynccomm.comm.methods.tensor_dicts import GatheredDict, _DictReceiver
 from asynccomm.ops import Call, Parcel, SendParcel
 from asynccomm.ops.validation import CommInfo
 from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache, describe
@@ -462,3 +463,24 @@ class OnCPU(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cpu")
+
+
+@pytest.mark.ranks(2)
+async def test_a_thread_may_wait_for_a_gathered_dict(comm: Comm) -> None:
+    if comm.rank == 0:
+        await comm.send_tensor_dict({"t": torch.arange(2)}, 1)
+        return
+    async with new_comm(alone=True, name="one") as one:
+        gathered = comm.recv_tensor_dict(0, all_gather_group=one)
+        assert isinstance(gathered, GatheredDict)
+        with pytest.raises(WouldBlockError, match="use `await`"):
+            gathered.wait()
+        received = await asyncio.to_thread(gathered.wait, 20)
+        assert received["t"].tolist() == [0, 1]
+        assert await gathered is received
+        never = comm.recv_tensor_dict(0, 1, all_gather_group=one, timeout=math.inf)
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(never.wait, 0.05)
+        comm.abort("enough")
+        with pytest.raises(AbortedError):
+            await never

@@ -1,13 +1,14 @@
-"""The threads behind torch's groups, for programs without an event loop.
+"""The threads behind comms in programs without an event loop.
 
-One thread runs the loop of all groups' comms, which connects the comms and keeps their deadlines. The thread exists as
-long as a group does. Calls and waits of the program run on the caller's thread, not on the loop's thread.
+One thread runs the loop of all these comms, which connects the comms and keeps their deadlines. The thread exists as
+long as such a comm, or a group of torch over one, does. Calls and waits of the program run on the caller's thread, not
+on the loop's thread.
 
-A callback that a program adds to a future may block, and may wait for other futures. So separate threads complete the
-futures, and their number grows as needed.
+A callback that a program adds to a future of torch may block, and may wait for other futures. So separate threads
+complete the futures, and their number grows as needed.
 
-When the process ends with open groups, the groups are closed before the interpreter joins threads: some threads of a
-loop end only with the loop.
+When the process ends with open comms, they are closed before the interpreter joins threads: some threads of a loop end
+only with the loop.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Final, Protocol
 
 from anyio.from_thread import BlockingPortalProvider
 
+EXIT_SECONDS: Final = 5.0  # for operations in flight, when the process ends with a comm open
 MOST_THREADS: Final = 4096  # completing futures; the pool starts a thread only if all others are busy
 
 
@@ -64,7 +66,7 @@ def on_a_thread(call: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def detached() -> Iterator[None]:
-    """Hide this thread's running loop: torch's calls block, also in a coroutine."""
+    """Hide this thread's running loop, for calls that block also in a coroutine, or belong to another loop."""
     loop = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from asynccomm.interop import loop_thread
+from asynccomm.blocking import loop_thread
 
 
 def test_the_loop_lives_as_long_as_somebody_uses_it() -> None:
@@ -50,7 +50,7 @@ async def test_a_thread_with_a_loop_is_detached_for_a_while() -> None:
 
 PROGRAM = """
 import threading
-from asynccomm.interop import loop_thread
+from asynccomm.blocking import loop_thread
 
 class Somebody:
     def end_of_process(self):

@@ -1,0 +1,153 @@
+"""Calls of coroutine functions from threads without a loop, on the loop of a comm.
+
+A call costs one hand-over to the loop's thread and one back. The calling thread waits for a lock, which Ctrl-C
+interrupts: the coroutine is then cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Generic, TypeVar, final
+
+from asynccomm.blocking.loop_thread import loops
+from asynccomm.core.work import Work
+from asynccomm.errors import ClosedError, WouldBlockError
+
+T = TypeVar("T")
+
+
+def run_on(loop: asyncio.AbstractEventLoop, function: Callable[[], Awaitable[T]]) -> T:
+    """Call and await ``function()`` on ``loop``, which runs in another thread; block this thread meanwhile.
+
+    Raises: the error of the call, also SystemExit, which does not end the loop; WouldBlockError on a thread with a
+    running loop; RuntimeError if ``loop`` is closed. An exception that interrupts the waiting thread
+    (KeyboardInterrupt) cancels the call, and is raised when the call has ended.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise WouldBlockError("a blocking call would block the event loop of this thread: use a comm of that loop")
+    return _Call(loop, function).result()
+
+
+def settled(work: Work[T]) -> Any:
+    """The output of ``work``: on a thread without a loop by blocking, else an awaitable of it, for any loop."""
+    return work.wait() if asyncio._get_running_loop() is None else awaited(work)
+
+
+def made(loop: asyncio.AbstractEventLoop, function: Callable[[], Awaitable[T]]) -> Any:
+    """The result of ``await function()`` on ``loop``: on a thread without a loop by blocking, else an awaitable of it.
+
+    The awaitable is for any running loop. Cancelling it cancels the call.
+    """
+    running = asyncio._get_running_loop()
+    if running is None:
+        return run_on(loop, function)
+    return function() if running is loop else _elsewhere(loop, function)
+
+
+async def awaited(work: Work[T]) -> T:
+    """Await ``work`` on the running loop, also if its comm belongs to another loop. Cancelling abandons the wait."""
+    loop = asyncio.get_running_loop()
+    if loop is work._mailbox.loop:
+        return await work
+    if not work.done():
+        arrived = loop.create_future()
+
+        def arrive() -> None:
+            if not arrived.done():
+                arrived.set_result(None)
+
+        def news() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrive)
+
+        work._send()
+        work.listen(news)
+        await arrived
+    return work.result()
+
+
+async def _elsewhere(loop: asyncio.AbstractEventLoop, function: Callable[[], Awaitable[T]]) -> T:
+    async def called() -> T:
+        return await function()
+
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), loop))
+
+
+@final
+class _Call(Generic[T]):
+    """One call of a coroutine function on the loop of another thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], Awaitable[T]]) -> None:
+        self._loop = loop
+        self._function = function
+        self._ended = threading.Lock()
+        self._ended.acquire()
+        self._task: asyncio.Task[None] | None = None
+        self._outcome: list[T] = []
+        self._error: BaseException | None = None
+
+    def result(self) -> T:
+        self._loop.call_soon_threadsafe(self._start)
+        try:
+            self._ended.acquire()
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._ended.acquire()
+            raise
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._outcome[0]
+        finally:
+            self._error = None  # the error's traceback has this frame
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._run())
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self._outcome.append(await self._function())
+        except BaseException as exc:
+            self._error = exc  # raised in the calling thread: SystemExit is to end the program, not the loop
+        finally:
+            self._ended.release()
+
+
+@final
+class Portal:
+    """A hold on the event loop that runs in a thread. The loop ends with the last hold, or with the process.
+
+    Args:
+        loop: the loop itself, for a caller that may be on its thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._process: Final = os.getpid()
+        self.held = True  #: whether this hold is in force
+        portal = loops().__enter__()
+        self.loop: Final = portal.call(asyncio.get_running_loop) if loop is None else loop
+
+    def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """``run_on`` this loop. Raises: ClosedError in a forked child, where the loop's thread is missing."""
+        self.check()
+        return run_on(self.loop, function)
+
+    def check(self) -> None:
+        """Raise ClosedError if the loop has ended, or is in the parent of this process."""
+        if self._process != os.getpid():
+            raise ClosedError("this comm belongs to the parent process: a forked child cannot use it")
+        if not self.held:
+            raise ClosedError("this comm is closed")
+
+    def release(self) -> None:
+        """Give up the hold. Idempotent; does nothing in a forked child."""
+        held, self.held = self.held, False
+        if held and self._process == os.getpid():
+            loops().__exit__(None, None, None)

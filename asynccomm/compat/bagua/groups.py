@@ -1,0 +1,253 @@
+"""Bagua's process groups: each makes its communicators when they are first asked for, and keeps them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+
+from asynccomm.comm.new_comm import new_comm
+from asynccomm.compat.either import EitherComm, at_once, in_order
+from asynccomm.core.handles import Handle
+from asynccomm.interop.wrap import wrap
+from asynccomm.store.base import Store
+
+
+@final
+class Communicator(Handle):
+    """A communicator of some ranks; operations on one without this process return at once and do nothing.
+
+    Args:
+        comm: None: this process is not among its ranks.
+        stream: of the operations, on a GPU; None: the current stream of the call.
+    """
+
+    _instead = "make a group there"
+
+    def __init__(self, comm: EitherComm | None, stream: torch.cuda.Stream | None) -> None:
+        """Not for users: see ``BaguaProcessGroup``."""
+        self.either: EitherComm | None = comm
+        self._stream = stream
+
+    def rank(self) -> int:
+        """This process's rank; -1 if it is not among the ranks."""
+        return -1 if self.either is None else self.either.comm.rank
+
+    def nranks(self) -> int:
+        """The number of ranks; 0 if this process is not among them."""
+        return 0 if self.either is None else self.either.comm.size
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Within it, operations are in the communicator's stream, after the work of the current one."""
+        if self._stream is None or self.either is None or self.either.comm.device.type != "cuda":
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+@final
+class BaguaProcessGroup:
+    """A group of ranks, with a global communicator, and those within nodes and between nodes.
+
+    Each is made at its first request, which is collective over its group, and then kept. In a coroutine, ``await
+    group.get_global_communicator()``.
+
+    Args:
+        ranks: global ranks, in the order of the communicators' ranks.
+        stream: of the operations; None: that of the default group.
+        group_name: equal on all ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int], stream: torch.cuda.Stream | None, group_name: str) -> None:
+        self.ranks: list[int] = list(ranks)
+        self.stream = stream
+        self.group_name = group_name
+        self._made: dict[str, Communicator] = {}
+        self._connect: Callable[[Callable[[EitherComm | None], Any]], Any] = self._split_off
+
+    def get_global_communicator(self) -> Any:
+        """The communicator of all ranks of the group."""
+        return self._kept("global", self._connect)
+
+    def get_intra_node_communicator(self) -> Any:
+        """The communicator of the ranks on this node."""
+        return self._part("intra", lambda here: here.comm.intra_node(f"{self.group_name}/intra"))
+
+    def get_inter_node_communicator(self) -> Any:
+        """The communicator of the first rank of each node; the other ranks are not among its ranks."""
+        return self._part("inter", lambda here: here.comm.inter_node(f"{self.group_name}/inter"))
+
+    def communicators(self) -> list[EitherComm]:
+        """The comms made so far that belong to this group, the last first. Not for users."""
+        world = _state.world
+        found = [each.either for each in reversed(self._made.values())]
+        return [either for either in found if either is not None and either is not world]
+
+    def _kept(self, kind: str, make: Callable[[Callable[[EitherComm | None], Any]], Any]) -> Any:
+        if kind in self._made:
+            return at_once(self._made[kind])
+
+        def keep(comm: EitherComm | None) -> Communicator:
+            stream = _default_stream() if self.stream is None else self.stream
+            return self._made.setdefault(kind, Communicator(comm, stream))
+
+        return make(keep)
+
+    def _part(self, kind: str, make: Callable[[EitherComm], Any]) -> Any:
+        def derive(whole: Communicator, then: Callable[[EitherComm | None], Any]) -> Any:
+            here = whole.either
+            return at_once(then(None)) if here is None else here.derive(lambda: make(here), then)
+
+        def connect(then: Callable[[EitherComm | None], Any]) -> Any:
+            whole = self.get_global_communicator()
+            return derive(whole, then) if isinstance(whole, Communicator) else _after(whole, derive, then)
+
+        return self._kept(kind, connect)
+
+    def _split_off(self, then: Callable[[EitherComm | None], Any]) -> Any:
+        world = _world()
+        if world.comm.rank not in self.ranks:
+            return at_once(then(None))
+        return world.derive(lambda: world.comm.split(self.ranks, f"{self.group_name}/global"), then)
+
+
+async def _after(whole: Any, derive: Callable[..., Any], then: Callable[[EitherComm | None], Any]) -> Any:
+    return await derive(await whole, then)
+
+
+@final
+class _State:
+    """The default group of this process, and all groups made since."""
+
+    def __init__(self) -> None:
+        self.world: EitherComm | None = None
+        self.default: BaguaProcessGroup | None = None
+        self.groups: list[BaguaProcessGroup] = []
+        self.numbers: Iterator[int] = itertools.count(1)
+        self.weights_only = True
+        self.lock = threading.Lock()
+
+
+_state = _State()
+
+
+def init_process_group(
+    store: dist.Store | Store | str | None = None,
+    *,
+    backend: str = "auto",
+    device: str | torch.device = "cpu",
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> Any:
+    """Connect all processes, and make the default group; in a coroutine, ``await`` the call.
+
+    Args:
+        store: None: from the environment that launchers set, as are rank and number of processes.
+        backend, device, timeout: of the comm, see ``asynccomm.new_comm``.
+        weights_only: whether objects are safe values only, or any that can be pickled.
+
+    Raises: RuntimeError if there is a default group.
+    """
+    if _state.default is not None:
+        raise RuntimeError("the default process group is initialized already")
+
+    def keep(world: EitherComm | None) -> None:
+        assert world is not None
+        group = BaguaProcessGroup(range(world.comm.size), None, "bagua")
+        group._made["global"] = Communicator(world, None)
+        _state.world, _state.default, _state.weights_only = world, group, weights_only
+        _state.groups.append(group)
+
+    return EitherComm.make(lambda: new_comm(backend, device, name="bagua", store=store, timeout=timeout), keep)
+
+
+def is_initialized() -> bool:
+    """Whether there is a default group."""
+    return _state.default is not None
+
+
+def destroy_process_group() -> Any:
+    """Close the communicators of all groups; in a coroutine, ``await`` the call. Bagua has no such function."""
+    global _state
+    comms = [comm for group in reversed(_state.groups) for comm in group.communicators()]
+    if _state.world is not None:
+        comms.append(_state.world)
+    _state = _State()
+    return in_order([comm.close for comm in comms], _nothing)
+
+
+def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
+    """A group of ``ranks``, sorted; None: of all. All processes call this, members or not, in the same order.
+
+    Sends nothing: the communicators connect at their first request. Raises: ValueError for ranks that do not exist.
+    """
+    size = _world().comm.size
+    chosen = list(range(size)) if ranks is None else sorted(ranks)
+    if len(set(chosen)) < len(chosen) or not all(0 <= rank < size for rank in chosen) or not chosen:
+        raise ValueError(f"ranks must be different ones in [0, {size}), got {ranks}")
+    return _remembered(BaguaProcessGroup(chosen, stream, f"group:{next(_state.numbers)}"))
+
+
+def from_torch_group(group: Any, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
+    """A group of the ranks of torch's ``group``, which meets over its store. All ranks of ``group`` call this."""
+    ranks = dist.get_process_group_ranks(group)
+    made = BaguaProcessGroup(ranks, stream, f"torch:{next(_state.numbers)}")
+    made._connect = lambda then: EitherComm.make(lambda: wrap(group), then)
+    return _remembered(made)
+
+
+def _remembered(group: BaguaProcessGroup) -> BaguaProcessGroup:
+    with _state.lock:
+        _state.groups.append(group)
+    return group
+
+
+def _world() -> EitherComm:
+    if _state.world is None:
+        raise RuntimeError("the default process group is not initialized: call init_process_group() first")
+    return _state.world
+
+
+def _default_stream() -> torch.cuda.Stream | None:
+    return None if _state.default is None else _state.default.stream
+
+
+def default_communicator() -> Communicator:
+    """The global communicator of the default group. Raises: RuntimeError without a default group."""
+    _world()
+    assert _state.default is not None
+    return _state.default._made["global"]
+
+
+def trusts_values_only() -> bool:
+    """Whether objects are safe values only."""
+    return _state.weights_only
+
+
+def get_rank() -> int:
+    """This process's global rank."""
+    return _world().comm.rank
+
+
+def get_world_size() -> int:
+    """The number of processes."""
+    return _world().comm.size
+
+
+def get_local_rank() -> int:
+    """This process's number on its host, from LOCAL_RANK; 0 without it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _nothing(_: object) -> None:
+    """The result of closing."""

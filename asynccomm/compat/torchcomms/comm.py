@@ -1,0 +1,290 @@
+"""TorchComm, and the function that makes one."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid as uuids
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, SupportsIndex, final
+
+import torch
+from torch import distributed as dist
+
+from asynccomm.backends.base import Backend
+from asynccomm.comm.new_comm import new_comm as new_awaitable
+from asynccomm.comm.pending import PendingComm
+from asynccomm.compat.either import EitherComm, at_once
+from asynccomm.compat.torchcomms.collectives import Hints, Limit, TorchCollectiveMethods
+from asynccomm.compat.torchcomms.errors import refusing
+from asynccomm.compat.torchcomms.hooks import Hooks, OpArguments, RemovableHandle
+from asynccomm.compat.torchcomms.options import CommOptions
+from asynccomm.compat.torchcomms.work import TorchWork
+from asynccomm.errors import BrokenError
+from asynccomm.store.base import Store
+
+
+def new_comm(
+    backend: str,
+    device: str | torch.device,
+    name: str,
+    abort_process_on_timeout_or_error: bool | None = None,
+    timeout: timedelta | None = None,
+    high_priority_stream: bool | None = None,
+    store: dist.Store | Store | str | None = None,
+    hints: Mapping[str, str] | None = None,
+    *,
+    enable_reconfigure: bool = False,
+) -> Any:
+    """Make a TorchComm of all ranks; in a coroutine, ``await`` the call. Collective: all ranks call it.
+
+    Args:
+        backend: a name from ``asynccomm.backend_names()``, or ``"auto"``.
+        name: the same on all ranks, and unique among the open comms of this process.
+        abort_process_on_timeout_or_error: end the process when the comm breaks; None: no.
+        timeout: for connecting, and of an operation; None: 600 s.
+        store: None: from the environment that launchers set. Rank and size come from RANK and WORLD_SIZE.
+        enable_reconfigure: make a TorchComm without ranks, which :meth:`TorchComm.reconfigure` connects.
+
+    Returns: a TorchComm; an awaitable of it where a loop runs.
+
+    Raises: RuntimeError for wrong values and names in use; TypeError; the errors of ``asynccomm.new_comm``.
+    """
+    options = CommOptions(bool(abort_process_on_timeout_or_error), store=store, hints=dict(hints or {}))
+    options.high_priority_stream = bool(high_priority_stream)
+    if timeout is not None:
+        options.timeout = timeout
+    place = torch.device(device)
+    if enable_reconfigure:
+        return at_once(TorchComm(name, backend, place, options, None))
+    with refusing():
+        return EitherComm.make(
+            lambda: connecting(name, backend, place, options),
+            lambda comm: TorchComm(name, backend, place, options, comm),
+        )
+
+
+def connecting(
+    name: str,
+    backend: str,
+    device: torch.device,
+    options: CommOptions,
+    rank: int | None = None,
+    size: int | None = None,
+) -> PendingComm[Any]:
+    """A comm in the making, by torchcomms' options."""
+    return new_awaitable(
+        backend,
+        device,
+        name=name,
+        timeout=options.timeout,
+        store=options.store,
+        hints=options.hints,
+        abort_process_on_timeout_or_error=options.abort_process_on_timeout_or_error,
+        high_priority_stream=options.high_priority_stream,
+        rank=rank,
+        size=size,
+    )
+
+
+@final
+class TorchComm(TorchCollectiveMethods):
+    """A group of ranks with torchcomms' methods; made by :func:`new_comm` and :meth:`split`.
+
+    Ranks are ranks in the comm. Any thread may call the methods.
+    """
+
+    _instead = "make a comm there, by new_comm() or comm.split()"
+
+    def __init__(
+        self, name: str, backend: str, device: torch.device, options: CommOptions, comm: EitherComm | None
+    ) -> None:
+        """Not for users: see :func:`new_comm`."""
+        self._name, self._backend, self._device, self._options = name, backend, device, options
+        self._either = comm
+        self._finalized = self._aborted = False
+        self._hooks = Hooks()
+        self._hints: dict[str, str] | None = None
+        self._handle = f"{name}:{uuids.uuid4().hex}"
+
+    def _here(self) -> EitherComm:
+        if self._finalized:
+            raise RuntimeError(f"comm {self._name!r} is finalized")
+        if self._either is None:
+            raise RuntimeError(f"comm {self._name!r} has no ranks yet: call reconfigure()")
+        return self._either
+
+    # -- identity -----------------------------------------------------------------------------------------------------
+
+    def get_rank(self) -> int:
+        """This process's rank in the comm."""
+        return self._comm.rank
+
+    def get_size(self) -> int:
+        """The number of ranks."""
+        return self._comm.size
+
+    def get_name(self) -> str:
+        """The name given to ``new_comm`` or ``split``."""
+        return self._name
+
+    def get_device(self) -> torch.device:
+        """The device of the comm's tensors."""
+        return self._device
+
+    def get_backend(self) -> str:
+        """The name of the backend in use, and never ``"auto"`` on a connected comm."""
+        return self._backend if self._either is None else self._either.comm.backend
+
+    def get_options(self) -> CommOptions:
+        """A copy of the comm's options."""
+        return replace(self._options, hints=dict(self._options.hints))
+
+    def unsafe_get_backend(self) -> Backend:
+        """The backend object: an escape hatch, without promises of compatibility."""
+        return self._comm.unsafe_get_backend()
+
+    # -- groups and ends ----------------------------------------------------------------------------------------------
+
+    def split(self, ranks: Sequence[SupportsIndex], name: str, hints: Hints = None, timeout: Limit = None) -> Any:
+        """Make a comm of some ranks of this one, in their order; only these ranks pass the list, the others ``[]``.
+
+        Returns: a TorchComm, or None if ``ranks`` is empty; an awaitable of it where a loop runs.
+
+        Raises: RuntimeError if this rank is not in a list that is not empty, and for other wrong values.
+        """
+        here = self._here()
+
+        def then(comm: EitherComm | None) -> TorchComm | None:
+            if comm is None:
+                return None
+            options = self.get_options()
+            if timeout is not None:
+                options.timeout = timeout
+            if hints is not None:
+                options.hints = dict(hints)
+            return TorchComm(name, self._backend, self._device, options, comm)
+
+        with refusing():
+            return here.derive(lambda: here.comm.split(ranks, name, hints=hints, timeout=timeout), then)
+
+    def finalize(self) -> Any:
+        """Wait for the operations in flight, and free everything; in a coroutine, ``await`` the call.
+
+        Raises: RuntimeError if the comm was finalized, or never connected.
+        """
+        here = self._here()
+        self._finalized = True
+        return here.close()
+
+    def abort(self) -> None:
+        """Stop all operations, here and on the other ranks, without waiting for them. Calls the abort hooks first."""
+        comm = self._comm
+        for hook in list(self._hooks.on_abort):
+            hook()
+        self._aborted = True
+        comm.abort("abort() was called")
+
+    def is_aborted(self) -> bool:
+        """Whether the comm was aborted here, or has broken: operations raise the error then."""
+        error = None if self._either is None else self._either.comm._session.error
+        return self._aborted or isinstance(error, BrokenError)
+
+    def is_abort_supported(self) -> bool:
+        """True: on all backends."""
+        return True
+
+    # -- defaults -----------------------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the time limit of later operations without ``timeout``, on this rank alone."""
+        with refusing():
+            self._comm.set_timeout(timeout)
+        self._options.timeout = timeout
+
+    def set_hints(self, hints: Mapping[str, str]) -> None:
+        """Use ``hints`` for later operations without hints of their own."""
+        self._here()
+        self._hints = dict(hints)
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def register_pre_hook(self, hook: Callable[[str, int, OpArguments], object]) -> RemovableHandle:
+        """Call ``hook(name, op_id, arguments)`` before each operation; an exception of the hook prevents it."""
+        return self._hooks.register(self._hooks.before, hook)
+
+    def register_post_hook(self, hook: Callable[[int, OpArguments], object]) -> RemovableHandle:
+        """Call ``hook(op_id, arguments)`` once each call has sent its operation; ``arguments.work`` is its TorchWork.
+
+        The TorchWork can be asked whether the operation is done; with ``async_op=False`` the call waits after the hook.
+        """
+        return self._hooks.register(self._hooks.after, hook)
+
+    def register_abort_hook(self, hook: Callable[[], object]) -> RemovableHandle:
+        """Call ``hook()`` in :meth:`abort`, before operations are stopped."""
+        return self._hooks.register(self._hooks.on_abort, hook)
+
+    # -- other ranks --------------------------------------------------------------------------------------------------
+
+    def get_init_handle(self) -> str:
+        """This process's handle for :meth:`reconfigure`, the same as long as the TorchComm exists."""
+        return self._handle
+
+    def reconfigure(
+        self,
+        uuid: str,
+        init_handles: Sequence[str] | AbstractSet[str],
+        timeout: Limit = None,
+        hints: Hints = None,
+    ) -> Any:
+        """Connect to the processes of ``init_handles``, in place of the ranks so far; all of them call it.
+
+        The processes meet at the comm's store, or that of the launcher, which must be alive.
+
+        Args:
+            uuid: of this step, the same on all ranks, and another for each step.
+            init_handles: of all members, this process included. A list: in the order of the new ranks. A set: in the
+                order of strings.
+
+        Returns: a TorchWork that is done; an awaitable of it where a loop runs.
+
+        Raises: RuntimeError for wrong values; the errors of ``asynccomm.new_comm``.
+        """
+        if self._finalized:
+            raise RuntimeError(f"comm {self._name!r} is finalized")
+        handles = sorted(init_handles) if isinstance(init_handles, AbstractSet) else list(init_handles)
+        if self._handle not in handles or len(set(handles)) < len(handles):
+            raise RuntimeError(f"init_handles must be different, and have this process's handle, got {handles}")
+        options = self.get_options()
+        if timeout is not None:
+            options.timeout = timeout
+        if hints is not None:
+            options.hints = dict(hints)
+        rank = handles.index(self._handle)
+        old, self._either = self._either, None
+
+        def then(comm: EitherComm | None) -> EitherComm:
+            assert comm is not None
+            self._either, self._aborted = comm, False
+            return comm
+
+        def make() -> PendingComm[Any]:
+            return connecting(f"{self._name}/{uuid}", self._backend, self._device, options, rank, len(handles))
+
+        with refusing():
+            if asyncio._get_running_loop() is None:
+                if old is not None:
+                    old.close()
+                work = TorchWork(EitherComm.make(make, then).comm.barrier())
+                work.wait()
+                return work
+            return self._reconfigured(old, make, then)
+
+    async def _reconfigured(self, old: EitherComm | None, make: Callable[[], PendingComm[Any]], then: Any) -> TorchWork:
+        if old is not None:
+            await old.close()
+        work = TorchWork((await EitherComm.make(make, then)).comm.barrier())
+        await work
+        return work

@@ -1,0 +1,14 @@
+"""Errors of torchcomms' types."""
+
+import pytest
+
+from asynccomm.compat.torchcomms.errors import RefusedError, refusing
+
+
+def test_a_wrong_value_is_both_errors() -> None:
+    with pytest.raises(RuntimeError, match="root") as caught, refusing():
+        raise ValueError("root must be ...")
+    assert isinstance(caught.value, RefusedError)
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(TypeError), refusing():
+        raise TypeError
