@@ -3,8 +3,8 @@
 The calling thread hands the frame or the data of a collective to gloo (``collectives.py``), which only queues it. The
 rest runs in callbacks of gloo's futures, on gloo's threads: they also divide, convert and copy back. An operation may
 become several gloo operations (``packing.py``): it is settled when all are done. Operations that share memory wait for
-each other (``hazard_tracker.py``). Point-to-point works have no future: each of their lanes has a thread that waits
-(``ordered_executor.py``). Collectives of parcels consist of point-to-point messages (``payload_collectives.py``).
+each other (``hazard_tracker.py``). Collectives of parcels consist of gloo's messages (``payload_collectives.py``), for
+which a thread waits, as they have no future. Sends and receives use sockets of their own (``p2p.py``).
 
 There are three gloo groups. Frames have a group of their own. With one thread, a group is up to twice as fast for small
 collectives; from 16 MiB on, a group with torch's default of two threads is faster by a tenth.
@@ -16,9 +16,11 @@ import asyncio
 import ipaddress
 import logging
 import math
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Self, TypeVar, final
+from typing import Any, ClassVar, Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
@@ -26,14 +28,16 @@ from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.gloo.collectives import GlooCollectives
+from asynccomm.backends.gloo.endpoint import Contact, Endpoint, address_of
 from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.torch_gloo import LARGE, GlooGroup, GlooGroups
 from asynccomm.backends.ordered_executor import OrderedExecutor
+from asynccomm.backends.spinning import SpinPolicy
 from asynccomm.core.tasks import shielded
+from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import PeerOp
 from asynccomm.store.torch_store import TorchStoreView
 
 T = TypeVar("T", bound=BaseException)
@@ -42,10 +46,11 @@ _log = logging.getLogger("asynccomm")
 
 GLOO_THREADS = 2  # threads for large collectives: torch's default
 CONNECT_SECONDS = 30.0  # limit for connecting once all ranks are there; a process that gives up may not end before
-P2P_THREADS = 64  # point-to-point lanes that can wait at the same time
 GOODBYE_SECONDS = 0.2  # time for the other ranks to close, too
-LINGER_SECONDS = 1.0  # time for lanes to finish operations that are over
-CLOSE_SECONDS = 5.0  # time for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
+LINGER_SECONDS = 1.0  # time for the other ranks to receive the messages that were sent
+CLOSE_SECONDS = 5.0  # time for threads to see the end of an aborted group; they are daemons, so a miss costs a thread
+SPIN_SECONDS = 2e-4  # for a late collective before a task suspends: some wake-ups
+NAMED = 3  # messages in a warning
 CATCH_UP_SECONDS = 0.02  # time for gloo to deliver data that a rank sent before it failed
 END_SECONDS = 1.0  # time for gloo's own threads to end
 
@@ -54,7 +59,6 @@ _HINTS: Mapping[str, str] = {
     "one that leads to the store)",
     "interface": "name of the network interface to use",
     "gloo_threads": f"gloo threads that run collectives of {LARGE >> 20} MiB and more (default {GLOO_THREADS})",
-    "p2p_threads": f"threads that wait for messages, one for each peer, tag and direction (default {P2P_THREADS})",
 }
 
 
@@ -65,7 +69,6 @@ class GlooBackend(Backend):
     name = "gloo"
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
     hints = _HINTS
-    any_source = False
     compares = True
 
     def __init__(self, context: BackendContext, gloos: GlooGroups) -> None:
@@ -75,10 +78,10 @@ class GlooBackend(Backend):
         self._size = group.size
         self._on_error = context.on_error
         name = f"asynccomm-gloo-{group.name}"
-        self._lanes = OrderedExecutor(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
-        self._internal_lanes = OrderedExecutor(f"{name}-internal", 2 * group.size)
-        self._p2p = PointToPoint(group.rank, self._lanes, self._internal_lanes, self._complete, context.on_error)
-        # separate from point-to-point messages, which must not delay a collective
+        self._name = group.name
+        self._endpoint: Endpoint | None = None  # as in a comm of one rank
+        self._p2p = PointToPoint(group.rank, group.size, None, context.on_error)
+        self._spin_policy = SpinPolicy()
         self._parcel_lane = OrderedExecutor(f"{name}-parcels", 1)
         exchange = PayloadExchange(group.rank, group.size, self._parcel_lane, self._complete)
         self._collectives = GlooCollectives(
@@ -90,10 +93,9 @@ class GlooBackend(Backend):
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
-        for key in ("gloo_threads", "p2p_threads"):
-            value = hints.get(key, "1")
-            if not value.isdecimal() or int(value) < 1:
-                raise ValueError(f"hint {key!r} must be a positive integer, got {value!r}")
+        value = hints.get("gloo_threads", "1")
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"hint 'gloo_threads' must be a positive integer, got {value!r}")
         if "hostname" in hints and "interface" in hints:
             raise ValueError("hints 'hostname' and 'interface' exclude each other; give one")
 
@@ -134,29 +136,52 @@ class GlooBackend(Backend):
             store.end()  # threads may be waiting for it, and the process cannot end before they do
             raise
         try:
+            if group.size > 1:
+                await backend._open_messages(context, hostname)
             await context.all_connected()
         except BaseException:
             await shielded(backend.aclose())
             raise
         return backend
 
+    async def _open_messages(self, context: BackendContext, hostname: str | None) -> None:
+        """Listen for messages, on the network that gloo uses, and learn where the other ranks do."""
+        rank, size, store = self._rank, self._size, context.store
+        try:
+            address = address_of(hostname, context.hints.get("interface"))
+            endpoint = Endpoint(rank, size, address, f"asynccomm-gloo-{self._name}-messages")
+        except OSError as exc:
+            error = f"gloo could not connect rank {rank} of comm {self._name!r}: no port for messages: {exc}"
+            raise BackendError(error) from exc
+        self._endpoint = endpoint
+        self._p2p = p2p = PointToPoint(rank, size, endpoint, self._on_error)
+        await store.set(f"messages/{rank}", endpoint.contact.pack())
+        contacts = await store.multi_get([f"messages/{peer}" for peer in range(size)], math.inf)
+        endpoint.start([Contact.unpack(contact) for contact in contacts], p2p.arrived, p2p.gone, p2p.settle)
+
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
-        for submission in batch:  # before any operation is started
-            if isinstance(submission.op, PeerOp) and submission.op.peer is None:
-                raise ValueError("backend 'gloo' cannot receive from any source; name one: src=")
         for submission in batch:
             if submission.op.p2p:
-                try:
-                    self._p2p.submit(self._gloos.small, submission)
-                except RuntimeError as exc:  # the group is broken, and this call is the first to detect it
-                    self._not_started(submission, exc)
+                self._p2p.submit(submission)
         self._collectives.submit([submission for submission in batch if not submission.op.p2p])
+
+    def before_await(self, work: Work[Any]) -> None:
+        if work.op.p2p:
+            self._p2p.spin(work)
+        elif self._spin_policy.should_spin():
+            until = time.perf_counter() + SPIN_SECONDS
+            while not work.done() and time.perf_counter() < until:
+                os.sched_yield()  # for gloo's threads
+            self._spin_policy.record(work.done())
+
+    def before_block(self, work: Work[Any]) -> None:
+        self.before_await(work)
 
     def _complete(
         self, submission: Submission, steps: Sequence[Callable[[], object]], over: Callable[[], object] | None = None
     ) -> None:
-        """Run the last steps of messages, which raise if they failed, and settle their submission. On a lane.
+        """Run the last steps of gloo's messages, which raise if they failed, and settle their submission. On a lane.
 
         Args:
             over: settles the submission; None: only its Work is settled.
@@ -191,6 +216,8 @@ class GlooBackend(Backend):
 
     def drain_before_failure(self) -> None:
         self._collectives.drain_before_failure(CATCH_UP_SECONDS)
+        if self._endpoint is not None:
+            self._endpoint.drain(CATCH_UP_SECONDS)
 
     async def aclose(self) -> None:
         await anyio.to_thread.run_sync(self._close)
@@ -199,16 +226,9 @@ class GlooBackend(Backend):
         if self._gloos is not None and not self._collectives.ended:
             say_goodbye(self._gloos.frames, self._rank, self._size, GOODBYE_SECONDS)
         self._collectives.end()
-        messages = (self._lanes, self._internal_lanes)
-        if not all(lanes.join(LINGER_SECONDS) for lanes in messages):  # abandoned receives: only an abort ends them
-            self.abort()
-            for lanes in messages:
-                lanes.join(CLOSE_SECONDS)
-        for lanes in messages:
-            lanes.end()
+        self._close_messages()
         self._parcel_lane.join(CLOSE_SECONDS)
         self._parcel_lane.end()
-        self._p2p.drop()
         self._collectives.close(CLOSE_SECONDS)
         gloos, self._gloos = [self._gloos], None
         _let_go(*gloos)
@@ -220,6 +240,19 @@ class GlooBackend(Backend):
         if ending.is_alive():
             _log.warning("a thread of gloo is stuck in an operation that was aborted; it is left behind")
 
+    def _close_messages(self) -> None:
+        endpoint = self._endpoint
+        if unreceived := self._p2p.unreceived():
+            more = f" and {len(unreceived) - NAMED} more" if len(unreceived) > NAMED else ""
+            messages = "; ".join(unreceived[:NAMED])
+            _log.warning("comm %r was closed with messages that were not received: %s%s", self._name, messages, more)
+        if endpoint is not None:
+            if not self._poisoned:
+                endpoint.leave(LINGER_SECONDS)
+            endpoint.close()
+            endpoint.join(CLOSE_SECONDS)
+        self._p2p.drop()
+
     def close_at_exit(self) -> None:
         self.abort()
         self._close()
@@ -230,6 +263,9 @@ class GlooBackend(Backend):
             if self._poisoned or self._gloos is None:
                 return
             self._poisoned = True
+            if self._endpoint is not None:
+                self._endpoint.close()
+            self._p2p.drop()
             for gloo in self._gloos:
                 gloo.poison()
 
