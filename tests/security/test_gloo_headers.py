@@ -21,7 +21,8 @@ from torch import Tensor
 from asynccomm import BackendError, BrokenError, Comm
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo import payloads
-from asynccomm.backends.gloo.frames import ROOM, Frame
+from asynccomm.backends.gloo.frame_exchange import FrameExchange
+from asynccomm.backends.gloo.frames import LONGEST, ROOM, Frame
 from asynccomm.backends.gloo.links import MessageLink
 from asynccomm.backends.gloo.messages import SHORT, Header, Kind
 from asynccomm.backends.gloo.p2p import PointToPoint
@@ -238,7 +239,7 @@ def received(submission: Submission, data: bytes) -> BaseException | None:
     """Receive ``data`` on a real socket, as from rank 1; returns the error, if any."""
     errors: list[BaseException] = []
     quiet: Any = Quiet()
-    point = PointToPoint(0, 2, quiet, errors.append)
+    point = PointToPoint(0, 2, quiet, FrameExchange(0, 2), errors.append)
     submission.work.settle = lambda error=None: errors.append(error) if error else None  # type: ignore[method-assign]
     point.submit(submission)
     theirs, ours = socket.socketpair()
@@ -298,8 +299,11 @@ def test_other_numbers_of_elements(numel: int, kind: int) -> None:
     "header",
     [
         Header(0),
-        Header(8),
         Header(255),
+        Header(Kind.FRAME),
+        Header(Kind.FRAME, first=LONGEST + 1),
+        Header(Kind.FRAME, first=-1),
+        Header(9),
         Header(Kind.DATA, number=1),
         Header(Kind.CLEAR, number=1),
         Header(Kind.TAKEN, first=1),

@@ -16,9 +16,7 @@ import asyncio
 import ipaddress
 import logging
 import math
-import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, final
 
@@ -29,12 +27,12 @@ from torch import distributed as dist
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.gloo.collectives import GlooCollectives
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint, address_of
+from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.torch_gloo import LARGE, GlooGroup, GlooGroups
 from asynccomm.backends.ordered_executor import OrderedExecutor
-from asynccomm.backends.spinning import SpinPolicy
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
@@ -49,7 +47,6 @@ CONNECT_SECONDS = 30.0  # limit for connecting once all ranks are there; a proce
 GOODBYE_SECONDS = 0.2  # time for the other ranks to close, too
 LINGER_SECONDS = 1.0  # time for the other ranks to receive the messages that were sent
 CLOSE_SECONDS = 5.0  # time for threads to see the end of an aborted group; they are daemons, so a miss costs a thread
-SPIN_SECONDS = 2e-4  # for a late collective before a task suspends: some wake-ups
 NAMED = 3  # messages in a warning
 CATCH_UP_SECONDS = 0.02  # time for gloo to deliver data that a rank sent before it failed
 END_SECONDS = 1.0  # time for gloo's own threads to end
@@ -80,12 +77,12 @@ class GlooBackend(Backend):
         name = f"asynccomm-gloo-{group.name}"
         self._name = group.name
         self._endpoint: Endpoint | None = None  # as in a comm of one rank
-        self._p2p = PointToPoint(group.rank, group.size, None, context.on_error)
-        self._spin_policy = SpinPolicy()
+        self._frames = FrameExchange(group.rank, group.size)
+        self._p2p = PointToPoint(group.rank, group.size, None, self._frames, context.on_error)
         self._parcel_lane = OrderedExecutor(f"{name}-parcels", 1)
         exchange = PayloadExchange(group.rank, group.size, self._parcel_lane, self._complete)
         self._collectives = GlooCollectives(
-            gloos, name, group.rank, group.size, exchange, self._failed, self._not_started
+            gloos, name, group.rank, group.size, self._frames, exchange, self._failed, self._not_started
         )
         self._ending = threading.Lock()
         self._poisoned = False
@@ -154,7 +151,8 @@ class GlooBackend(Backend):
             error = f"gloo could not connect rank {rank} of comm {self._name!r}: no port for messages: {exc}"
             raise BackendError(error) from exc
         self._endpoint = endpoint
-        self._p2p = p2p = PointToPoint(rank, size, endpoint, self._on_error)
+        self._p2p = p2p = PointToPoint(rank, size, endpoint, self._frames, self._on_error)
+        self._frames.open(endpoint)
         await store.set(f"messages/{rank}", endpoint.contact.pack())
         contacts = await store.multi_get([f"messages/{peer}" for peer in range(size)], math.inf)
         endpoint.start([Contact.unpack(contact) for contact in contacts], p2p.arrived, p2p.gone, p2p.settle)
@@ -167,13 +165,7 @@ class GlooBackend(Backend):
         self._collectives.submit([submission for submission in batch if not submission.op.p2p])
 
     def before_await(self, work: Work[Any]) -> None:
-        if work.op.p2p:
-            self._p2p.spin(work)
-        elif self._spin_policy.should_spin():
-            until = time.perf_counter() + SPIN_SECONDS
-            while not work.done() and time.perf_counter() < until:
-                os.sched_yield()  # for gloo's threads
-            self._spin_policy.record(work.done())
+        self._p2p.spin(work)
 
     def before_block(self, work: Work[Any]) -> None:
         self.before_await(work)

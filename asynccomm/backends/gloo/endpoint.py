@@ -126,7 +126,7 @@ class Endpoint:
     def link_to(self, peer: int) -> MessageLink | None:
         """The link for messages to ``peer``, opened if there is none; None: the rank has gone. Under the lock."""
         link = self._outbound.get(peer)
-        return link if link is not None else self._connect(peer)
+        return link if link is not None or self._ended else self._connect(peer)
 
     def send(self, link: MessageLink, data: bytes) -> None:
         """Send ``data`` on ``link``. Under the lock."""

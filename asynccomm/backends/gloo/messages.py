@@ -20,7 +20,7 @@ HEADER_BYTES: Final = _HEADER.size
 
 @final
 class Kind:
-    """The kinds of frames, as plain numbers. The last two go from the receiving rank to the sending rank."""
+    """The kinds of frames, as plain numbers. CLEAR and TAKEN go from the receiving rank to the sending rank."""
 
     TENSOR: Final = 1  #: a short tensor; ``first`` is the number of elements, ``second`` the code of the dtype
     PARCEL: Final = 2  #: a short parcel; ``first`` is the length of the head, ``second`` that of the payload
@@ -28,6 +28,7 @@ class Kind:
     PARCEL_OFFER: Final = 4
     DATA: Final = 5  #: the data of an offered message
     CLEAR: Final = 6  #: permission to send the data of an offered message
+    FRAME: Final = 8  #: the frame of a collective; ``first`` is its length
     TAKEN: Final = 7  #: ``first`` more bytes of short messages have been received by operations
 
 

@@ -31,6 +31,8 @@ from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.endpoint import Endpoint
+from asynccomm.backends.gloo.frame_exchange import FrameExchange
+from asynccomm.backends.gloo.frames import LONGEST
 from asynccomm.backends.gloo.links import Buffer, MessageLink, copied, fill, view
 from asynccomm.backends.gloo.messages import (
     HEADER_BYTES,
@@ -78,16 +80,23 @@ class PointToPoint:
 
     Args:
         endpoint: None for a comm of one rank.
+        frames: takes the frames of collectives, which use the same connections.
         on_error: called with an error that breaks the comm.
     """
 
     def __init__(
-        self, rank: int, size: int, endpoint: Endpoint | None, on_error: Callable[[BrokenError], object]
+        self,
+        rank: int,
+        size: int,
+        endpoint: Endpoint | None,
+        frames: FrameExchange,
+        on_error: Callable[[BrokenError], object],
     ) -> None:
         self._rank = rank
         self._size = size
         self._endpoint = endpoint
         self._lock = threading.Lock() if endpoint is None else endpoint.lock  # guards the fields below
+        self._frames = frames
         self._on_error = on_error
         self._queues: MatchQueues[Submission, _Incoming | Submission] = MatchQueues(size)
         self._finished: deque[Callable[[], object]] = deque()  # run without the lock
@@ -130,7 +139,8 @@ class PointToPoint:
         self._policy.record(work.done())
 
     def settle(self) -> None:
-        """Run the steps that need no lock."""
+        """Run the steps that need no lock, also those of frames."""
+        self._frames.settle()
         finished = self._finished
         while finished:
             try:
@@ -242,6 +252,10 @@ class PointToPoint:
                 self._window[link] += header.first
             else:
                 raise impossible(link.peer, header)
+        elif header.kind == Kind.FRAME:
+            if not 0 < header.first <= LONGEST:
+                raise impossible(link.peer, header)
+            self._receive_short(link, header.first, partial(self._frames.arrived, link.peer))
         elif header.kind == Kind.DATA:
             found = self._cleared.pop((link.peer, header.number), None)
             if found is None:
@@ -258,12 +272,15 @@ class PointToPoint:
                     self._take(link.peer, incoming, receive)
                 return
             incoming.receive = receive
-            data = link.take(nbytes)
-            if data is not None:
-                self._stored(incoming, data)
-                return
-            memory = bytearray(nbytes)
-            link.receive([memoryview(memory)], lambda: self._guarded(lambda: self._stored(incoming, bytes(memory))))
+            self._receive_short(link, nbytes, partial(self._stored, incoming))
+
+    def _receive_short(self, link: MessageLink, nbytes: int, then: Callable[[bytes], object]) -> None:
+        data = link.take(nbytes)
+        if data is not None:
+            then(data)
+            return
+        memory = bytearray(nbytes)
+        link.receive([memoryview(memory)], lambda: self._guarded(lambda: then(bytes(memory))))
 
     def _stored(self, incoming: _Incoming, data: bytes) -> None:
         incoming.data = data
@@ -384,6 +401,7 @@ class PointToPoint:
         if self._broken or peer in self._gone:
             return
         self._gone[peer] = reason
+        self._frames.gone(peer, reason)
         offers = [number for number, (sent, *_) in self._offers.items() if cast(PeerOp, sent.op).peer == peer]
         halfway = [key for key in self._cleared if key[0] == peer]
         receives = self._queues.withdraw(peer)

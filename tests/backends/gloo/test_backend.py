@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, BackendError, MemoryStore, new_comm
+from asynccomm import AbortedError, BackendError, BrokenError, MemoryStore, new_comm
 from asynccomm.backends.base import RankInfo
 from asynccomm.backends.gloo import backend as backend_module
 from asynccomm.backends.gloo.backend import GlooBackend
@@ -166,14 +166,16 @@ async def test_an_error_does_not_keep_the_groups() -> None:
     """Whoever drops the last reference to one ends its threads, and may wait for that for ever."""
     store = MemoryStore()
     comms = await asyncio.gather(*(new_comm("gloo", store=store, rank=rank, size=2) for rank in range(2)))
-    gloos = [comm.unsafe_get_backend()._gloos.frames for comm in comms]
+    gloos = [comm.unsafe_get_backend()._gloos.small for comm in comms]
     groups = [weakref.ref(gloo) for gloo in gloos]
     gloos[0].poison()
     del gloos
-    work = comms[0].all_reduce(torch.ones(1))  # gloo refuses it
+    work, other = [comm.all_reduce(torch.ones(3000)) for comm in comms]  # more than frames carry; gloo refuses it
     with pytest.raises(BackendError, match=r"gloo (could not start|failed in) all_reduce") as caught:
         await work
     assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(BrokenError):
+        await other
     await asyncio.gather(*(comm.aclose() for comm in comms))
     assert [group() for group in groups] == [None, None]
 
