@@ -68,7 +68,7 @@ BAD_CALLS: list[tuple[dict[str, object], str]] = [
     ({"hints": [1]}, "hints must be a mapping"),
     ({"hints": {"gloo_threads": 2}}, "hints must map strings to strings, got 'gloo_threads': 2"),
     ({"hints": {"gloo_threads": "many"}}, "hint 'gloo_threads' must be a positive integer, got 'many'"),
-    ({"hints": {"p2p_threads": "0"}}, "hint 'p2p_threads' must be a positive integer, got '0'"),
+    ({"hints": {"gloo_threads": "0"}}, "hint 'gloo_threads' must be a positive integer, got '0'"),
     ({"hints": {"hostname": "a", "interface": "b"}}, "hints 'hostname' and 'interface' exclude each other"),
     ({"max_ops": 0}, "max_ops must be a positive integer, got 0"),
     ({"max_bytes": 1.5}, "max_bytes must be a positive integer, got 1.5"),

@@ -117,13 +117,3 @@ def test_a_shortage_that_nobody_need_notice() -> None:
     assert judge(spare, outcome(reports=fine)) == []
     assert "it failed" in judge(spare, outcome(reports={**fine, 0: report(0, error="BackendError")}))[0]
     assert "raised BackendError" in judge(spare, outcome(reports={**fine, 1: report(1, error="BackendError")}))[0]
-
-
-def test_what_gloo_holds() -> None:
-    case = CASE._replace(backend="gloo", operation="messages", large=True)
-    held = report(0, left=("thread 'asynccomm-gloo-main'", "descriptor 7: pipe"), closing=6.0)
-    others = {1: report(1), 2: report(2)}
-    assert judge(case, outcome(reports={0: held, **others})) == []
-    assert len(judge(case._replace(large=False), outcome(reports={0: held, **others}))) == 3
-    control = held._replace(left=("thread 'asynccomm control'",))
-    assert "asynccomm control" in judge(case, outcome(reports={0: control, **others}))[0]

@@ -66,11 +66,9 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
 
 
 def _is_held_by_gloo(case: Case, report: Report) -> bool:
-    """One in ten or so of those that give up large messages: a thread waits in gloo for what was going on."""
-    if case.backend in NETWORKS and case.phase in ("init", "split"):  # a thread may go on connecting for 30 s
-        return all(what.startswith("descriptor ") for what in report.left)
-    large = case.backend in NETWORKS and case.operation == "messages" and case.large
-    return large and any("thread 'asynccomm-gloo-" in what for what in report.left)
+    """A thread may go on connecting for 30 s."""
+    connecting = case.backend in NETWORKS and case.phase in ("init", "split")
+    return connecting and all(what.startswith("descriptor ") for what in report.left)
 
 
 def _common_problems(case: Case, report: Report) -> list[str]:

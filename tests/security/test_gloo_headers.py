@@ -1,13 +1,15 @@
-"""What gloo brings from another rank: headers, tables and short payloads that a receiver must not believe.
+"""What another rank sends on gloo: headers, tables and short payloads that a receiver must not believe.
 
-A message that is longer than the receive that waits for it ends the process, in gloo itself: nothing here can help
-against that. So these have the lengths that the receiver asks for.
+A message of gloo's that is longer than its receive ends the process, in gloo itself: nothing here can help against
+that. So those have the lengths that the receiver asks for.
 """
 
 from __future__ import annotations
 
 import random
+import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +20,11 @@ from torch import Tensor
 
 from asynccomm import BackendError, BrokenError, Comm
 from asynccomm.backends.base import Submission
-from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo import payloads
-from asynccomm.backends.gloo.frames import ROOM, Frame
+from asynccomm.backends.gloo.frame_exchange import FrameExchange
+from asynccomm.backends.gloo.frames import LONGEST, ROOM, Frame
+from asynccomm.backends.gloo.links import MessageLink
+from asynccomm.backends.gloo.messages import SHORT, Header, Kind
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.payloads import InboundParcel, OutboundParcel
@@ -215,48 +219,116 @@ def receiving(call: Call) -> Submission:
 GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
 
 
-def received(message: bytes, n: int = 8) -> BaseException | None:
+class Quiet:
+    """An endpoint that sends nothing."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def link_to(self, peer: int) -> Any:
+        return SimpleNamespace()
+
+    def send(self, link: Any, data: bytes) -> None:
+        pass
+
+    def flush(self, link: Any) -> None:
+        pass
+
+
+def received(submission: Submission, data: bytes) -> BaseException | None:
+    """Receive ``data`` on a real socket, as from rank 1; returns the error, if any."""
+    errors: list[BaseException] = []
+    quiet: Any = Quiet()
+    point = PointToPoint(0, 2, quiet, FrameExchange(0, 2), errors.append)
+    submission.work.settle = lambda error=None: errors.append(error) if error else None  # type: ignore[method-assign]
+    point.submit(submission)
+    theirs, ours = socket.socketpair()
+    with theirs, ours:
+        ours.setblocking(False)
+        link = MessageLink(ours, 1, outbound=False, arrived=point.arrived)
+        theirs.sendall(data)
+        while link.read():
+            pass
+    point.settle()
+    return errors[0] if errors else None
+
+
+def tensor_received(data: bytes, n: int = 8) -> BaseException | None:
     guard = torch.zeros(3000, dtype=torch.uint8)
-    lane: Any = Lane()
-    point = PointToPoint(0, lane, lane, outcome, lambda error: None)
-    gloo: Any = Peer([message, b"\2" * 100])
-    submission = receiving(Recv.of(GROUP, guard[1000 : 1000 + n], 1, 0))
-    point.submit(gloo, submission)
+    error = received(receiving(Recv.of(GROUP, guard[1000 : 1000 + n], 1, 0)), data)
     assert not guard[:1000].any()
     assert not guard[1000 + n :].any()
-    error: BaseException | None = submission.work.error  # type: ignore[attr-defined]
     return error
 
 
 BYTE = CODES[torch.uint8]
+TENSOR = Header(Kind.TENSOR, 0, 0, 8, BYTE)
+
+
+def test_a_message_as_it_should_be() -> None:
+    assert tensor_received(TENSOR.pack() + b"\1" * 8) is None
 
 
 @cases("seed", range(20))
-def test_headers_of_tensors_that_are_almost_right(seed: int) -> None:
+def test_headers_of_messages_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
-    for _ in range(50):
-        right = struct.pack("=qq", 8, BYTE) + b"\1" * 8
-        error = received(mutated(right, choose))
-        assert error is None or isinstance(error, BrokenError), error
+    with little_memory():
+        for _ in range(50):
+            right = TENSOR.pack() + b"\1" * 8
+            error = tensor_received(mutated(right, choose) + b"\1" * 100)
+            assert error is None or isinstance(error, BrokenError), error
 
 
 @pytest.mark.parametrize("code", [0, -1, 1 << 40, BYTE + 1, 2**63 - 1])
 @pytest.mark.parametrize("numel", [8, 0, -1])
-def test_a_dtype_that_there_is_not_is_no_bytes(code: int, numel: int) -> None:
-    error = received(struct.pack("=qq", numel, code) + b"\1" * 8)
+def test_a_dtype_that_does_not_exist(code: int, numel: int) -> None:
+    error = tensor_received(TENSOR._replace(first=numel, second=code).pack() + b"\1" * 8)
     assert isinstance(error, BackendError)
-    assert "rank 1 sent what is no message for recv(uint8[8], src=1, tag=0)" in str(error)
+    assert "rank 1 sent a header that cannot be" in str(error)
 
 
 @pytest.mark.parametrize("numel", [-1, -(2**63), 7, 9, 2**62])
-def test_other_numbers_of_elements(numel: int) -> None:
-    error = received(struct.pack("=qq", numel, BYTE) + b"\1" * 8)
-    assert isinstance(error, BackendError if numel < 0 else CollectiveMismatchError)
+@pytest.mark.parametrize("kind", [Kind.TENSOR, Kind.TENSOR_OFFER])
+def test_other_numbers_of_elements(numel: int, kind: int) -> None:
+    error = tensor_received(TENSOR._replace(kind=kind, first=numel).pack() + b"\1" * 16)
+    possible = 0 <= numel < 100 or (numel > 0 and kind == Kind.TENSOR_OFFER)
+    assert isinstance(error, CollectiveMismatchError if possible else BackendError)
 
 
-def test_a_message_without_a_header() -> None:
-    for message in (b"", b"\x08", struct.pack("=q", 8)):
-        assert isinstance(received(message), BackendError)
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(0),
+        Header(255),
+        Header(Kind.FRAME),
+        Header(Kind.FRAME, first=LONGEST + 1),
+        Header(Kind.FRAME, first=-1),
+        Header(9),
+        Header(Kind.DATA, number=1),
+        Header(Kind.CLEAR, number=1),
+        Header(Kind.TAKEN, first=1),
+        Header(Kind.PARCEL, 0, 0, 1, 1),
+        Header(Kind.TENSOR, MessageSpace.OBJECTS.key(0), 0, 8, BYTE),
+        Header(Kind.PARCEL, MessageSpace.OBJECTS.key(0), 0, -1, 1),
+        Header(Kind.PARCEL, MessageSpace.OBJECTS.key(0), 0, 1, -1),
+        Header(Kind.PARCEL, MessageSpace.OBJECTS.key(0), 0, 1, SHORT),
+        Header(Kind.PARCEL_OFFER, MessageSpace.OBJECTS.key(0), 0, 2**62, -(2**62)),
+        Header(Kind.PARCEL_OFFER, MessageSpace.INTERNAL.key(0) << 1, 0, 1, 1),
+        Header(Kind.TENSOR, 0, 0, SHORT + 1, BYTE),
+    ],
+    ids=str,
+)
+def test_headers_that_cannot_be(header: Header) -> None:
+    error = tensor_received(header.pack() + b"\1" * 8)
+    assert isinstance(error, BackendError)
+    assert "rank 1 sent a" in str(error)
+
+
+def test_data_that_was_cleared_once_does_not_come_twice() -> None:
+    offer = TENSOR._replace(kind=Kind.TENSOR_OFFER, number=5).pack()
+    data = Header(Kind.DATA, number=5).pack() + b"\1" * 8
+    assert tensor_received(offer + data) is None
+    assert isinstance(tensor_received(offer + data + data), BackendError)
 
 
 @cases("seed", range(10))
@@ -278,15 +350,12 @@ def test_collectives_of_parcels(seed: int) -> None:
         assert isinstance(error, (CollectiveMismatchError, BackendError)), error
 
 
-def test_a_parcel_whose_place_has_other_room_is_thrown_away() -> None:
-    lane: Any = Lane()
-    point = PointToPoint(0, lane, lane, outcome, lambda error: None)
+def test_a_parcel_whose_place_has_other_room_is_discarded() -> None:
     op = RecvParcel("recv_object", 1, 0, MessageSpace.OBJECTS)
     submission = receiving(Call(op, (), (), None, place=lambda *_: [torch.zeros(3)]))
-    gloo: Any = Peer(sent(Parcel(b"", (torch.ones(30),))))
-    point.submit(gloo, submission)
-    assert "where 12 fit" in str(submission.error)
-    assert Delivery(submission).error is None
+    header = Header(Kind.PARCEL, MessageSpace.OBJECTS.key(0), 0, 4, 120)
+    error = received(submission, header.pack() + b"head" + b"\1" * 120)
+    assert "where 12 fit" in str(error)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -308,15 +377,20 @@ async def test_a_rank_that_sends_nonsense_over_a_real_gloo(comm: Comm, what: str
             def nonsense(*_: object) -> None:
                 small.send(message, 1, 2 * MessageSpace.INTERNAL.key(0)).wait()
 
-            if what in collectives:
+            if what in ("tensor", "parcel"):
+                endpoint = backend._endpoint
+                assert endpoint is not None
+                with endpoint.lock:
+                    link = endpoint.link_to(1)
+                    assert link is not None
+                    endpoint.send(link, b"\xff" * 200)
+            else:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(backend._collectives._exchange, "submit", nonsense)
                     if what == "frame":
                         patch.setattr(Frame, "_give_parcel", lambda *_: ROOM + 1)
                     with pytest.raises(BrokenError, match=r"rank 0 (sent|has)"):
                         await doomed.broadcast_object(collectives[what], 0)
-            else:
-                small.send(message, 1, 2 * {"tensor": 0, "parcel": MessageSpace.OBJECTS.key(0)}[what]).wait()
             await comm.barrier()
         else:
             works: dict[str, Callable[[], Any]] = {

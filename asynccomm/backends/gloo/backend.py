@@ -3,8 +3,8 @@
 The calling thread hands the frame or the data of a collective to gloo (``collectives.py``), which only queues it. The
 rest runs in callbacks of gloo's futures, on gloo's threads: they also divide, convert and copy back. An operation may
 become several gloo operations (``packing.py``): it is settled when all are done. Operations that share memory wait for
-each other (``hazard_tracker.py``). Point-to-point works have no future: each of their lanes has a thread that waits
-(``ordered_executor.py``). Collectives of parcels consist of point-to-point messages (``payload_collectives.py``).
+each other (``hazard_tracker.py``). Collectives of parcels consist of gloo's messages (``payload_collectives.py``), for
+which a thread waits, as they have no future. Sends and receives use sockets of their own (``p2p.py``).
 
 There are three gloo groups. Frames have a group of their own. With one thread, a group is up to twice as fast for small
 collectives; from 16 MiB on, a group with torch's default of two threads is faster by a tenth.
@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Self, TypeVar, final
+from typing import Any, ClassVar, Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
@@ -28,6 +28,8 @@ from torch import distributed as dist
 from asynccomm.backends.addresses import LOOPBACK, advice, choose_address, several_networks
 from asynccomm.backends.base import Backend, BackendContext, BackendWindow, RankInfo, Submission
 from asynccomm.backends.gloo.collectives import GlooCollectives
+from asynccomm.backends.gloo.endpoint import Contact, Endpoint
+from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
@@ -35,8 +37,9 @@ from asynccomm.backends.gloo.torch_gloo import LARGE, GlooGroup, GlooGroups
 from asynccomm.backends.gloo.windows import WindowService
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.core.tasks import shielded
+from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import PeerOp, WindowInfo
+from asynccomm.ops import WindowInfo
 from asynccomm.store.torch_store import TorchStoreView
 
 T = TypeVar("T", bound=BaseException)
@@ -45,10 +48,10 @@ _log = logging.getLogger("asynccomm")
 
 GLOO_THREADS = 2  # threads for large collectives: torch's default
 CONNECT_SECONDS = 30.0  # limit for connecting once all ranks are there; a process that gives up may not end before
-P2P_THREADS = 64  # point-to-point lanes that can wait at the same time
 GOODBYE_SECONDS = 0.2  # time for the other ranks to close, too
-LINGER_SECONDS = 1.0  # time for lanes to finish operations that are over
-CLOSE_SECONDS = 5.0  # time for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
+LINGER_SECONDS = 1.0  # time for the other ranks to receive the messages that were sent
+CLOSE_SECONDS = 5.0  # time for threads to see the end of an aborted group; they are daemons, so a miss costs a thread
+NAMED = 3  # messages in a warning
 CATCH_UP_SECONDS = 0.02  # time for gloo to deliver data that a rank sent before it failed
 END_SECONDS = 1.0  # time for gloo's own threads to end
 
@@ -57,7 +60,6 @@ _HINTS: Mapping[str, str] = {
     "are on one host, else the one that leads to the store)",
     "interface": "name of the network interface to use",
     "gloo_threads": f"gloo threads that run collectives of {LARGE >> 20} MiB and more (default {GLOO_THREADS})",
-    "p2p_threads": f"threads that wait for messages, one for each peer, tag and direction (default {P2P_THREADS})",
 }
 
 
@@ -68,7 +70,6 @@ class GlooBackend(Backend):
     name = "gloo"
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
     hints = _HINTS
-    any_source = False
     compares = True
 
     def __init__(self, context: BackendContext, gloos: GlooGroups) -> None:
@@ -79,15 +80,15 @@ class GlooBackend(Backend):
         self._on_error = context.on_error
         self._context = context
         self._windows: WindowService | None = None  # from the first window on
-        self._name = name = f"asynccomm-gloo-{group.name}"
-        self._lanes = OrderedExecutor(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
-        self._internal_lanes = OrderedExecutor(f"{name}-internal", 2 * group.size)
-        self._p2p = PointToPoint(group.rank, self._lanes, self._internal_lanes, self._complete, context.on_error)
-        # separate from point-to-point messages, which must not delay a collective
+        name = f"asynccomm-gloo-{group.name}"
+        self._name = group.name
+        self._endpoint: Endpoint | None = None  # as in a comm of one rank
+        self._frames = FrameExchange(group.rank, group.size)
+        self._p2p = PointToPoint(group.rank, group.size, None, self._frames, context.on_error)
         self._parcel_lane = OrderedExecutor(f"{name}-parcels", 1)
         exchange = PayloadExchange(group.rank, group.size, self._parcel_lane, self._complete)
         self._collectives = GlooCollectives(
-            gloos, name, group.rank, group.size, exchange, self._failed, self._not_started
+            gloos, name, group.rank, group.size, self._frames, exchange, self._failed, self._not_started
         )
         self._ending = threading.Lock()
         self._poisoned = False
@@ -95,10 +96,9 @@ class GlooBackend(Backend):
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
-        for key in ("gloo_threads", "p2p_threads"):
-            value = hints.get(key, "1")
-            if not value.isdecimal() or int(value) < 1:
-                raise ValueError(f"hint {key!r} must be a positive integer, got {value!r}")
+        value = hints.get("gloo_threads", "1")
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"hint 'gloo_threads' must be a positive integer, got {value!r}")
         if "hostname" in hints and "interface" in hints:
             raise ValueError("hints 'hostname' and 'interface' exclude each other; give one")
 
@@ -137,29 +137,46 @@ class GlooBackend(Backend):
             store.end()  # threads may be waiting for it, and the process cannot end before they do
             raise
         try:
+            if group.size > 1:
+                await backend._open_messages(context, address)
             await context.all_connected()
         except BaseException:
             await shielded(backend.aclose())
             raise
         return backend
 
+    async def _open_messages(self, context: BackendContext, address: str) -> None:
+        """Listen for messages, on the network that gloo uses, and learn where the other ranks do."""
+        rank, size, store = self._rank, self._size, context.store
+        try:
+            endpoint = Endpoint(rank, size, address, f"asynccomm-gloo-{self._name}-messages")
+        except OSError as exc:
+            error = f"gloo could not connect rank {rank} of comm {self._name!r}: no port for messages: {exc}"
+            raise BackendError(error) from exc
+        self._endpoint = endpoint
+        self._p2p = p2p = PointToPoint(rank, size, endpoint, self._frames, self._on_error)
+        self._frames.open(endpoint)
+        await store.set(f"messages/{rank}", endpoint.contact.pack())
+        contacts = await store.multi_get([f"messages/{peer}" for peer in range(size)], math.inf)
+        endpoint.start([Contact.unpack(contact) for contact in contacts], p2p.arrived, p2p.gone, p2p.settle)
+
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
-        for submission in batch:  # before any operation is started
-            if isinstance(submission.op, PeerOp) and submission.op.peer is None:
-                raise ValueError("backend 'gloo' cannot receive from any source; name one: src=")
         for submission in batch:
             if submission.op.p2p:
-                try:
-                    self._p2p.submit(self._gloos.small, submission)
-                except RuntimeError as exc:  # the group is broken, and this call is the first to detect it
-                    self._not_started(submission, exc)
+                self._p2p.submit(submission)
         self._collectives.submit([submission for submission in batch if not submission.op.p2p])
+
+    def before_await(self, work: Work[Any]) -> None:
+        self._p2p.spin(work)
+
+    def before_block(self, work: Work[Any]) -> None:
+        self.before_await(work)
 
     def _complete(
         self, submission: Submission, steps: Sequence[Callable[[], object]], over: Callable[[], object] | None = None
     ) -> None:
-        """Run the last steps of messages, which raise if they failed, and settle their submission. On a lane.
+        """Run the last steps of gloo's messages, which raise if they failed, and settle their submission. On a lane.
 
         Args:
             over: settles the submission; None: only its Work is settled.
@@ -195,13 +212,17 @@ class GlooBackend(Backend):
     async def window(self, window: WindowInfo) -> BackendWindow:
         assert self._gloos is not None, "made on a closed backend"
         if self._windows is None:
-            self._windows = WindowService(self._gloos.small, self._context.group, self._name, self._on_error)
+            self._windows = WindowService(
+                self._gloos.small, self._context.group, f"asynccomm-gloo-{self._name}", self._on_error
+            )
         made = self._windows.open(window)
         await replace(self._context, store=self._context.store.prefix(f"window {window.number}")).all_connected()
         return made
 
     def drain_before_failure(self) -> None:
         self._collectives.drain_before_failure(CATCH_UP_SECONDS)
+        if self._endpoint is not None:
+            self._endpoint.drain(CATCH_UP_SECONDS)
 
     async def aclose(self) -> None:
         await anyio.to_thread.run_sync(self._close)
@@ -213,19 +234,12 @@ class GlooBackend(Backend):
         if self._gloos is not None and not self._collectives.ended:
             say_goodbye(self._gloos.frames, self._rank, self._size, GOODBYE_SECONDS)
         self._collectives.end()
-        messages = (self._lanes, self._internal_lanes)
-        if not all(lanes.join(LINGER_SECONDS) for lanes in messages):  # abandoned receives: only an abort ends them
-            self.abort()
-            for lanes in messages:
-                lanes.join(CLOSE_SECONDS)
-        for lanes in messages:
-            lanes.end()
+        self._close_messages()
         self._parcel_lane.join(CLOSE_SECONDS)
         self._parcel_lane.end()
         if self._windows is not None:
             self._windows.end()
             self._windows = None
-        self._p2p.drop()
         self._collectives.close(CLOSE_SECONDS)
         gloos, self._gloos = [self._gloos], None
         _let_go(*gloos)
@@ -236,6 +250,19 @@ class GlooBackend(Backend):
         ending.join(END_SECONDS)
         if ending.is_alive():
             _log.warning("a thread of gloo is stuck in an operation that was aborted; it is left behind")
+
+    def _close_messages(self) -> None:
+        endpoint = self._endpoint
+        if unreceived := self._p2p.unreceived():
+            more = f" and {len(unreceived) - NAMED} more" if len(unreceived) > NAMED else ""
+            messages = "; ".join(unreceived[:NAMED])
+            _log.warning("comm %r was closed with messages that were not received: %s%s", self._name, messages, more)
+        if endpoint is not None:
+            if not self._poisoned:
+                endpoint.leave(LINGER_SECONDS)
+            endpoint.close()
+            endpoint.join(CLOSE_SECONDS)
+        self._p2p.drop()
 
     def close_at_exit(self) -> None:
         self.abort()
@@ -249,6 +276,9 @@ class GlooBackend(Backend):
             if self._poisoned or self._gloos is None:
                 return
             self._poisoned = True
+            if self._endpoint is not None:
+                self._endpoint.close()
+            self._p2p.drop()
             for gloo in self._gloos:
                 gloo.poison()
 

@@ -4,18 +4,18 @@ gloo assumes that all ranks call the same collective. Nothing that depends on si
 it is certain that all ranks issued the same collective, or that the other ranks hand over nothing at that place.
 
 - A collective without conflicts in flight (``hazard_tracker.py``) sends a **frame** (``frames.py``), in the order of
-  issue. Frames use a gloo group of their own, with one thread, so they complete in that order, one at a time. The
-  collectives themselves are started on the other groups in that order, too: gloo identifies the operations of a group
-  by their order, which would differ between ranks if frames and data shared a group.
+  issue, and they complete in that order, one at a time (``frame_exchange.py``). The collectives themselves are started
+  in that order, too: gloo identifies the operations of a group by their order.
 - A collective whose data fits into the frames completes with them. Other collectives of tensors become gloo operations
   (``lowering.py``, ``packing.py``), collectives of parcels become messages (``payload_collectives.py``).
 - A collective that was **predicted** (``predictions.py``) is started at once, when all earlier calls are known to be
   the same on all ranks: a prediction follows from the earlier calls, so at that place all ranks hand over the same
   collective or nothing. It is done when its frames have arrived, too.
-- A predicted collective that needs data from every rank has **no frame**: its end shows that all ranks have called it.
-  A rank that calls a different collective instead sends a frame and raises an alarm (``alarms.py``). The other ranks
-  then send a frame for that place, too: late, if they have started the predicted collective, otherwise when they call a
-  collective there. A rank that has sent the frame of a later place need not: the frames differ anyway.
+- A predicted collective that needs data from every rank, and more data than frames carry, has **no frame**: its end
+  shows that all ranks have called it. A rank that calls a different collective instead sends a frame and raises an
+  alarm (``alarms.py``). The other ranks then send a frame for that place, too: late, if they have started the predicted
+  collective, otherwise when they call a collective there. A rank that has sent the frame of a later place need not: the
+  frames differ anyway.
 - If frames differ, the ranks exchange only descriptions of their calls afterwards (``disputes.py``).
 
 A group that is destroyed on one of its own threads ends the process. Code that runs there therefore holds no group; it
@@ -36,7 +36,8 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.alarms import Alarms
 from asynccomm.backends.gloo.disputes import Dispute
-from asynccomm.backends.gloo.frames import Frame, complete, heading_of
+from asynccomm.backends.gloo.frame_exchange import FrameExchange
+from asynccomm.backends.gloo.frames import Frame, complete, heading_of, is_carried
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import conclude
@@ -82,6 +83,7 @@ class GlooCollectives:
 
     Args:
         name: prefix of the threads' names.
+        frame_exchange: sends frames to all ranks.
         exchange: moves parcels that are too long for a frame.
         failed: called with an error that breaks the comm, or with any exception from an operation.
         not_started: called with an exception from an operation that gloo has not accepted.
@@ -93,6 +95,7 @@ class GlooCollectives:
         name: str,
         rank: int,
         size: int,
+        frame_exchange: FrameExchange,
         exchange: PayloadExchange,
         failed: Callable[[Submission, Exception], object],
         not_started: Callable[[Submission, Exception], object],
@@ -101,6 +104,7 @@ class GlooCollectives:
         self._name = name
         self._rank = rank
         self._size = size
+        self._frame_exchange = frame_exchange
         self._exchange = exchange
         self._failed = failed
         self._not_started = not_started
@@ -155,10 +159,9 @@ class GlooCollectives:
 
     def _start(self, submission: Submission, over: Over) -> None:
         """Start a collective; called in order, one at a time. Raises: RuntimeError if a group is broken."""
-        gloos = self._gloos
-        assert gloos is not None, "started on a closed backend"
+        assert self._gloos is not None, "started on a closed backend"
         heading = heading_of(submission)
-        every_rank = self._size > 1 and submission.op.needs_every_rank
+        every_rank = self._size > 1 and submission.op.needs_every_rank and not is_carried(submission)
         prediction = self._predictor.predict()
         self._predictor.record(heading, every_rank)
         as_predicted = prediction is not None and prediction.heading == heading
@@ -183,25 +186,24 @@ class GlooCollectives:
         if as_predicted and not alarming and even and first and self._predictor.is_long(heading):
             started.latch = Latch(2, lambda _: over())
             self._transfer(submission, started.latch)
-        self._announce(gloos, started)
+        self._announce(started)
         if alarming and not as_predicted:
             self._alarms.tell(started.place)
 
-    def _announce(self, gloos: GlooGroups, started: _Started) -> None:
+    def _announce(self, started: _Started) -> None:
         """Send the frame of a collective."""
         frame = self._frames.pop() if self._frames else Frame(self._rank, self._size)
         frame.fill(started.submission, started.place, started.heading)
         with self._order:
             self._queue.append(started)
             self._last_frame = started.place
-            work = gloos.frames.all_to_all_single(frame.all, frame.copies)
-        work.get_future().add_done_callback(partial(self._announced, started, frame))
+            self._frame_exchange.begin(frame, partial(self._announced, started, frame))
+        self._frame_exchange.settle()
 
     def _alarmed(self, place: int) -> None:
         """Send a frame for ``place``, where another rank has called an unpredicted collective. On a thread."""
         with self._order:
-            gloos = self._gloos
-            if gloos is None or self._ended:
+            if self._gloos is None or self._ended:
                 return
             if place >= self._places:
                 self._alarms_ahead.add(place)
@@ -212,16 +214,17 @@ class GlooCollectives:
             frame = Frame(self._rank, self._size)
             frame.fill(submission, place, heading_of(submission), contribute=False)
             self._last_frame = place
-            work = gloos.frames.all_to_all_single(frame.all, frame.copies)
-        work.get_future().add_done_callback(partial(self._announced_late, submission, frame))
+            self._frame_exchange.begin(frame, partial(self._announced_late, submission, frame))
+        self._frame_exchange.settle()
 
-    def _announced(self, started: _Started, frame: Frame, future: torch.futures.Future[object]) -> None:
-        """Handle the frames of all ranks. In order, one at a time; on their group's thread or the starting thread."""
+    def _announced(self, started: _Started, frame: Frame, error: Exception | None) -> None:
+        """Handle the frames of all ranks. In order, one at a time, on any thread."""
         submission = started.submission
         try:
-            future.value()
             if self._ended:
                 return
+            if error is not None:
+                raise error
             difference = frame.differing()
             given, balanced = frame.given()
             if difference is not None or not balanced:
@@ -244,12 +247,13 @@ class GlooCollectives:
         elif given is not None:
             started.over()
 
-    def _announced_late(self, submission: Submission, frame: Frame, future: torch.futures.Future[object]) -> None:
+    def _announced_late(self, submission: Submission, frame: Frame, error: Exception | None) -> None:
         """Handle the frames that all ranks sent after an alarm: report the difference."""
         try:
-            future.value()
             if self._ended:
                 return
+            if error is not None:
+                raise error
             difference = frame.differing()
             if difference is None:
                 raise BackendError(f"rank {self._rank} was told that others had not called {submission.op}")

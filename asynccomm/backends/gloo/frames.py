@@ -1,4 +1,4 @@
-"""The frame that each rank sends ahead of a collective, of a fixed length: a description of the call, and short data.
+"""The frame that each rank sends ahead of a collective, a description of the call, and short data.
 
 gloo assumes that all ranks call the same collective: different sizes crash the process of the rank that receives more
 than it expects, any other difference produces garbage. A frame begins with a part that must be equal on all ranks, and
@@ -43,7 +43,7 @@ _HEADING: Final = struct.Struct("<QQQII")
 _EQUAL: Final = _NUMBERS.size + _HEADING.size  # bytes that are equal on all ranks
 _OWN: Final = struct.Struct("<QII")
 _HEADER: Final = 64  # offset of the contribution: aligned for every dtype
-_FRAME: Final = _HEADER + ROOM
+LONGEST: Final = _HEADER + ROOM  # bytes of a frame
 _HEAD: Final = struct.Struct("<I")  # length of a parcel's head
 _MASK: Final = (1 << 64) - 1
 
@@ -54,25 +54,19 @@ assert _EQUAL + _OWN.size <= _HEADER
 class Frame:
     """The memory of a frame and of the frames of all ranks, for repeated use.
 
-    All ranks send their frame to all ranks at once: an all_to_all of copies is a single step, which takes half as long
-    as gloo's all_gather between two ranks, and less than that between many.
-
     Attributes:
         mine: the frame of this rank, as a tensor.
-        copies: one copy for each rank, for gloo to send.
-        all: the frames of all ranks, for gloo to receive.
+        all: the frames of all ranks, as one tensor.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._sent = bytearray(_FRAME)
-        self._received = bytearray(size * _FRAME)
-        with torch.inference_mode(False):  # gloo's threads write it
+        self._sent = bytearray(LONGEST)
+        self._received = bytearray(size * LONGEST)
+        with torch.inference_mode(False):  # other threads write it
             self.mine: Tensor = torch.frombuffer(self._sent, dtype=torch.uint8)
             self.all: Tensor = torch.frombuffer(self._received, dtype=torch.uint8)
-            self.copies: Tensor = torch.empty(size * _FRAME, dtype=torch.uint8, device="cpu")
-            self._rows = self.copies.view(size, _FRAME)
 
     def fill(self, submission: Submission, place: int, heading: bytes, *, contribute: bool = True) -> None:
         """Write this rank's description of ``submission``, and its inputs if they are short.
@@ -88,7 +82,16 @@ class Frame:
         if contribute:
             nbytes = self._give_parcel(op, submission) if isinstance(op, Parcels) else self._give(op, submission)
         _OWN.pack_into(self._sent, _EQUAL, mine, max(nbytes, 0), nbytes >= 0)
-        self._rows.copy_(self.mine)
+
+    def packed(self) -> bytes:
+        """This rank's frame without the unused part of its room."""
+        return bytes(self._sent[: _HEADER + _OWN.unpack_from(self._sent, _EQUAL)[1]])
+
+    def put(self, rank: int, data: bytes) -> None:
+        """Enter the frame of ``rank``. Raises: BackendError for a length that no rank sends."""
+        if not _HEADER <= len(data) <= LONGEST or _HEADER + _OWN.unpack_from(data, _EQUAL)[1] != len(data):
+            raise BackendError(f"rank {rank} sent a frame that cannot be: {len(data)} bytes")
+        self._received[rank * LONGEST : rank * LONGEST + len(data)] = data
 
     def _give(self, op: Op, submission: Submission) -> int:
         """Returns the number of bytes contributed; -1 if there are too many."""
@@ -126,7 +129,7 @@ class Frame:
         not are among the senders of this place's frame.
         """
         received = self._received
-        heads = [bytes(received[rank * _FRAME : rank * _FRAME + _EQUAL]) for rank in range(self._size)]
+        heads = [bytes(received[rank * LONGEST : rank * LONGEST + _EQUAL]) for rank in range(self._size)]
         if heads.count(heads[0]) == self._size:
             return None
         places = [_NUMBERS.unpack_from(head)[0] for head in heads]
@@ -145,7 +148,7 @@ class Frame:
         total, complete = 0, True
         contributions = []
         for rank in range(self._size):
-            at = rank * _FRAME
+            at = rank * LONGEST
             mine, nbytes, whole = _OWN.unpack_from(self._received, at + _EQUAL)
             if nbytes > ROOM or whole > 1:
                 raise BackendError(f"rank {rank} sent a frame that cannot be: {nbytes} bytes of {ROOM}, flag {whole}")
@@ -156,7 +159,7 @@ class Frame:
 
     def parcel(self, rank: int, contribution: Tensor) -> tuple[bytes, Tensor]:
         """Head and payload of the parcel of ``rank``. Raises: BackendError for an invalid contribution."""
-        at, nbytes = rank * _FRAME + _HEADER, len(contribution)
+        at, nbytes = rank * LONGEST + _HEADER, len(contribution)
         length = _HEAD.unpack_from(self._received, at)[0]
         start = _HEAD.size + length
         if start > nbytes:
@@ -171,6 +174,13 @@ def extent(submission: Submission) -> tuple[int, int]:
     batch, at = submission.batch
     counts = [len(each.members) or 1 for each in batch]
     return sum(counts), sum(counts[:at])
+
+
+def is_carried(submission: Submission) -> bool:
+    """Whether frames carry the whole data of a call, if equal headings suffice to know it."""
+    op = submission.op
+    counts = getattr(op, "counts", ())
+    return op.sizes_known and not counts and contributed_bytes(op, submission.inputs) <= ROOM
 
 
 def complete(submission: Submission, rank: int, given: Sequence[Tensor]) -> None:

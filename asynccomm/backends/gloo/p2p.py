@@ -1,19 +1,28 @@
-"""Send and receive over gloo.
+"""Send and receive over sockets of the backend's own (``endpoint.py``).
 
-gloo matches messages by peer and tag, in order, but trusts both sides on the size: a shorter message silently fills a
-part of the tensor, a longer one ends the process. Each message therefore has a header with its number of elements and
-its dtype. A short payload follows in the same message; a long one follows under a second tag, and is received only if
-it fits. A payload that does not fit raises an error with both descriptions. Parcels describe themselves
-(``payloads.py``); they have separate tags.
+gloo's messages are not used: only a thread can wait for one, a receive cannot leave its source open, and a message
+longer than its receive ends the process. The messages here are matched by source and tag on the receiving rank.
 
-Messages from a rank to itself never reach gloo, which has no such connection.
+- A **short** message leaves in the call, header and data together, and its send is done. It waits for its receive in
+  the receiving rank's memory. At most ``WINDOW`` bytes of one sender do so: the receiver reports the bytes that
+  operations have taken, and a message beyond that is sent as a long one.
+- A **long** message is offered by its header. The receiving rank clears it when a receive matches, and the data goes
+  from the sender's memory to the receiver's.
+
+A header describes its message, so a message that does not fit its receive raises an error with both descriptions,
+before any data is taken. A header that no sender writes raises BackendError.
+
+Messages from a rank to itself never reach a socket.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor
@@ -21,24 +30,48 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
-from asynccomm.backends.gloo.payloads import InboundParcel, OutboundParcel
-from asynccomm.backends.gloo.staging import place, room, unpack
-from asynccomm.backends.gloo.torch_gloo import GlooGroup
+from asynccomm.backends.gloo.endpoint import Endpoint
+from asynccomm.backends.gloo.frame_exchange import FrameExchange
+from asynccomm.backends.gloo.frames import LONGEST
+from asynccomm.backends.gloo.links import Buffer, MessageLink, copied, fill, view
+from asynccomm.backends.gloo.messages import (
+    HEADER_BYTES,
+    OFFERED,
+    REPORT,
+    SHORT,
+    WINDOW,
+    Header,
+    Kind,
+    check,
+    describe,
+    impossible,
+)
+from asynccomm.backends.gloo.staging import room, unpack
 from asynccomm.backends.matching import MatchQueues
-from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.regions import bytes_of
+from asynccomm.backends.spinning import SpinPolicy
+from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace, PeerOp, PeerParcel, Recv, Send
+from asynccomm.ops.base import TensorOp
 from asynccomm.ops.dtypes import BY_CODE, CODES
 
-HEADER = 16  # bytes: number of elements, and dtype
-SHORT = 4096  # bytes of payload that travel in the header's message, which saves a round trip
+SPIN_SECONDS: Final = 2e-4  # for a late peer before a task suspends: some wake-ups
+SPIN_BYTES: Final = 1 << 20  # a larger message takes longer than a wake-up anyway
+SCRATCH: Final = 1 << 20  # bytes received at a time where a payload is discarded
 
 
-def _message(op: Send, data: Tensor) -> Tensor:
-    """The header, followed by the payload if it is short."""
-    header = torch.tensor([op.numel, CODES[op.dtype]], device="cpu").view(torch.uint8)
-    return torch.cat([header, data]) if data.numel() <= SHORT else header
+@final
+class _Incoming:
+    """A message of another rank that has arrived: its header, and the data of a short one."""
+
+    __slots__ = ("data", "header", "link", "receive")
+
+    def __init__(self, link: MessageLink, header: Header) -> None:
+        self.link = link
+        self.header = header
+        self.data: bytes | None = None  # None: a long message, or data that is still arriving
+        self.receive: Submission | None = None  # matched while the data is still arriving
 
 
 @final
@@ -46,147 +79,386 @@ class PointToPoint:
     """Sends and receives of one rank.
 
     Args:
-        lanes: for messages of users.
-        internal: for messages between the ranks themselves; neither kind of message may delay the other.
-        complete: runs the steps that end an operation, settles it, and reports exceptions; called on a lane.
-        on_error: called with a mismatch.
+        endpoint: None for a comm of one rank.
+        frames: takes the frames of collectives, which use the same connections.
+        on_error: called with an error that breaks the comm.
     """
 
     def __init__(
         self,
         rank: int,
-        lanes: OrderedExecutor,
-        internal: OrderedExecutor,
-        complete: Callable[[Submission, Sequence[Callable[[], object]]], None],
+        size: int,
+        endpoint: Endpoint | None,
+        frames: FrameExchange,
         on_error: Callable[[BrokenError], object],
     ) -> None:
         self._rank = rank
-        self._lanes = lanes
-        self._internal = internal
-        self._complete = complete
+        self._size = size
+        self._endpoint = endpoint
+        self._lock = threading.Lock() if endpoint is None else endpoint.lock  # guards the fields below
+        self._frames = frames
         self._on_error = on_error
-        self._own: MatchQueues[Submission, Submission] = MatchQueues(1)  # from this rank to itself, its only source
+        self._queues: MatchQueues[Submission, _Incoming | Submission] = MatchQueues(size)
+        self._finished: deque[Callable[[], object]] = deque()  # run without the lock
+        self._broken = False
+        self._gone: dict[int, str] = {}  # ranks without a connection any more, with the reason
+        self._numbers = 0
+        self._offers: dict[int, tuple[Submission, bytes, Sequence[Tensor]]] = {}  # of this rank, by number
+        self._cleared: dict[tuple[int, int], tuple[_Incoming, Submission]] = {}  # by source and number
+        self._unreported: dict[MessageLink, int] = {}  # bytes taken by operations, of inbound links
+        self._window: dict[MessageLink, int] = {}  # bytes that may still be sent, of outbound links
+        self._policy = SpinPolicy()
 
-    def submit(self, gloo: GlooGroup, submission: Submission) -> None:
+    # -- from the comm -------------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission) -> None:
         """Start a send or receive. Under the comm's lock."""
-        op = submission.op
-        assert isinstance(op, PeerOp)
-        assert op.peer is not None, "gloo has no receive from any source that tells the sender"
-        if op.peer == self._rank:
-            self._to_self(op, submission)
-        elif isinstance(op, Send):
-            self._send(gloo, op, submission)
-        elif isinstance(op, Recv):
-            self._recv(gloo, op, op.peer, submission)
-        elif op.is_send:
-            self._send_parcel(gloo, op.peer, op.key, submission)
+        if torch.is_inference_mode_enabled():  # other threads write the memory that is allocated here
+            with torch.inference_mode(False):
+                return self.submit(submission)
+        with self._lock:
+            if not self._broken:
+                try:
+                    self._start(submission)
+                except Exception as exc:
+                    self._fail(exc)
+        self.settle()
+
+    def spin(self, work: Work[Any]) -> None:
+        """Receive on this thread for some time, before it waits for ``work``, if that has paid off recently."""
+        endpoint = self._endpoint
+        long = isinstance(work.op, TensorOp) and work.op.nbytes > SPIN_BYTES
+        if endpoint is None or long or not self._policy.should_spin():
+            return
+        until = time.perf_counter() + SPIN_SECONDS
+        if torch.is_inference_mode_enabled():  # as in ``submit``
+            with torch.inference_mode(False):
+                endpoint.serve(until, work.done)
         else:
-            self._recv_parcel(gloo, op.peer, op.key, submission)
+            endpoint.serve(until, work.done)
+        self._policy.record(work.done())
+
+    def settle(self) -> None:
+        """Run the steps that need no lock, also those of frames."""
+        self._frames.settle()
+        finished = self._finished
+        while finished:
+            try:
+                step = finished.popleft()
+            except IndexError:  # another thread was faster
+                return
+            step()
+
+    def unreceived(self) -> list[str]:
+        """The short messages that no receive has taken, in words; the sender of a long one waits itself."""
+        with self._lock:
+            return [
+                describe(source, message.header)
+                for source, key, message in self._queues.kept()
+                if isinstance(message, _Incoming)
+                and not message.header.offered
+                and MessageSpace.of_key(key)[0] is not MessageSpace.INTERNAL
+            ]
 
     def drop(self) -> None:
-        """Drop the messages from this rank to itself."""
-        self._own.clear()
+        """Drop all messages; nothing is started or settled any more. From any thread."""
+        with self._lock:
+            self._broken = True
+            self._queues.clear()
+            self._offers.clear()
+            self._cleared.clear()
+            self._finished.clear()
 
-    def _send(self, gloo: GlooGroup, op: Send, submission: Submission) -> None:
-        data = arithmetic.resolved(submission.inputs[0]).view(torch.uint8)
-        message = _message(op, data)
-        steps = [gloo.send(message, op.peer, 2 * op.tag).wait]
-        if data.numel() > SHORT:
-            steps.append(gloo.send(data, op.peer, 2 * op.tag + 1).wait)
+    # -- starting; all of the following is called under the lock -------------------------------------------------------
 
-        def job() -> None:
-            self._complete(submission, steps)
-            staged.clear()
-
-        staged = [message, data]  # gloo reads them until then
-        self._lanes.put(("send", op.peer, op.tag), job)
-
-    def _recv(self, gloo: GlooGroup, op: Recv, peer: int, submission: Submission) -> None:
-        # zeros: a message that is too short leaves the rest unchanged, and old memory must not be parsed
-        message = torch.zeros(HEADER + SHORT, dtype=torch.uint8, device="cpu")
-        arrival = gloo.recv(message, peer, 2 * op.tag)
-
-        def take_payload() -> None:
-            numel, code = message[:HEADER].view(torch.int64).tolist()
-            if code not in BY_CODE or numel < 0:
-                what = f"{numel} elements of a dtype unknown here (code {code:#x})"
-                raise BackendError(f"rank {peer} sent what is no message for {op}: {what}")
-            sent = Send(BY_CODE[code], numel, self._rank, op.tag)
-            if not op.takes(sent):
-                raise CollectiveMismatchError(submission.work.seq, peer, str(sent), self._rank, str(op))
-            values, copy_back = place(submission.outputs[0])
-            data = values.view(torch.uint8)
-            if data.numel() <= SHORT:
-                data.copy_(message[HEADER : HEADER + data.numel()])
-            else:
-                gloo.recv(data, peer, 2 * op.tag + 1).wait()
-            if copy_back is not None:
-                copy_back()
-            submission.work.source = peer
-
-        self._lanes.put(("recv", peer, op.tag), partial(self._complete, submission, [arrival.wait, take_payload]))
-
-    def _send_parcel(self, gloo: GlooGroup, peer: int, key: int, submission: Submission) -> None:
-        parcel = OutboundParcel(submission.parcels[0])
-        staged = [parcel]  # gloo reads it until then
-        steps = parcel.send(gloo, peer, key)
-
-        def job() -> None:
-            self._complete(submission, steps)
-            staged.clear()
-
-        self._lanes_of(key).put(("send", peer, key), job)
-
-    def _recv_parcel(self, gloo: GlooGroup, peer: int, key: int, submission: Submission) -> None:
-        parcel = InboundParcel(gloo, peer, key)
-
-        def take() -> None:
-            parcel.read()
-            delivery = Delivery(submission)
-            parcel.take(delivery.accept(peer, parcel.head, {peer: parcel.nbytes}))
-            submission.work.source = peer
-            conclude(delivery, submission)
-
-        self._lanes_of(key).put(("recv", peer, key), partial(self._complete, submission, [take]))
-
-    def _lanes_of(self, key: int) -> OrderedExecutor:
-        return self._internal if key >= MessageSpace.INTERNAL.key(0) else self._lanes
-
-    def _to_self(self, op: PeerOp, submission: Submission) -> None:
+    def _start(self, submission: Submission) -> None:
+        op = submission.op
+        assert isinstance(op, PeerOp)
         if op.is_send:
-            receive = self._own.claim(0, op.key)
-            if receive is None:
-                self._own.keep(submission, 0, op.key)
+            if op.peer == self._rank:
+                self._send_to_self(op, submission)
             else:
-                self._meet(submission, receive)
+                self._send(op, submission)
+            return
+        if self._endpoint is not None:  # so that the end of the sender shows
+            for peer in range(self._size) if op.peer is None else (op.peer,):
+                if peer != self._rank and peer not in self._gone:
+                    self._endpoint.link_to(peer)
+        found = self._queues.post(submission, op.peer, op.key)
+        if found is not None:
+            source, message = found
+            if isinstance(message, Submission):
+                self._meet(message, submission)
+            else:
+                self._take(source, message, submission)
+        elif op.peer is None:
+            self._check_any_source()
+        elif op.peer in self._gone:
+            self._lose(op.peer, submission)
+
+    def _send(self, op: PeerOp, submission: Submission) -> None:
+        endpoint, peer = self._endpoint, op.peer
+        assert endpoint is not None
+        assert peer is not None
+        link = None if peer in self._gone else endpoint.link_to(peer)
+        if link is None:
+            self._lose(peer, submission)
+            return
+        head = b""
+        if isinstance(op, Send):
+            tensors: Sequence[Tensor] = submission.inputs
+            nbytes = op.nbytes
+            header = Header(Kind.TENSOR, op.tag, 0, op.numel, CODES[op.dtype])
         else:
-            found = self._own.post(submission, 0, op.key)
-            if found is not None:
-                self._meet(found[1], submission)
+            parcel = submission.parcels[0]
+            head, tensors = parcel
+            payload = parcel.nbytes
+            nbytes = len(head) + payload
+            header = Header(Kind.PARCEL, op.key, 0, len(head), payload)
+        window = self._window.get(link, WINDOW) - HEADER_BYTES - nbytes
+        plain = [arithmetic.resolved(tensor) for tensor in tensors if tensor.numel()]
+        if nbytes <= SHORT and window >= 0:
+            self._window[link] = window
+            endpoint.send(link, b"".join([header.pack(), head, *[copied(each, each.nbytes) for each in plain]]))
+            self._finished.append(submission.work.settle)
+        else:
+            self._numbers += 1
+            self._offers[self._numbers] = submission, head, [tensor.view(torch.uint8) for tensor in plain]
+            endpoint.send(link, header._replace(kind=header.kind + OFFERED, number=self._numbers).pack())
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def arrived(self, link: MessageLink, header: Header) -> None:
+        """Handle a header from another rank."""
+        if not self._broken:
+            try:
+                self._arrived(link, header)
+            except Exception as exc:
+                self._fail(exc)
+
+    def _guarded(self, step: Callable[[], object]) -> None:
+        if self._broken:
+            return
+        try:
+            step()
+        except Exception as exc:
+            self._fail(exc)
+
+    def _arrived(self, link: MessageLink, header: Header) -> None:
+        if link.outbound:
+            if header.kind == Kind.CLEAR and header.number in self._offers:
+                self._send_data(link, header.number)
+            elif header.kind == Kind.TAKEN and 0 < header.first <= WINDOW - self._window.get(link, WINDOW):
+                self._window[link] += header.first
+            else:
+                raise impossible(link.peer, header)
+        elif header.kind == Kind.FRAME:
+            if not 0 < header.first <= LONGEST:
+                raise impossible(link.peer, header)
+            self._receive_short(link, header.first, partial(self._frames.arrived, link.peer))
+        elif header.kind == Kind.DATA:
+            found = self._cleared.pop((link.peer, header.number), None)
+            if found is None:
+                raise impossible(link.peer, header)
+            self._receive_data(*found)
+        else:
+            nbytes = check(link.peer, header)
+            incoming = _Incoming(link, header)
+            receive = self._queues.claim(link.peer, header.key)
+            if receive is None:
+                self._queues.keep(incoming, link.peer, header.key)
+            if incoming.header.offered:
+                if receive is not None:
+                    self._take(link.peer, incoming, receive)
+                return
+            incoming.receive = receive
+            self._receive_short(link, nbytes, partial(self._stored, incoming))
+
+    def _receive_short(self, link: MessageLink, nbytes: int, then: Callable[[bytes], object]) -> None:
+        data = link.take(nbytes)
+        if data is not None:
+            then(data)
+            return
+        memory = bytearray(nbytes)
+        link.receive([memoryview(memory)], lambda: self._guarded(lambda: then(bytes(memory))))
+
+    def _stored(self, incoming: _Incoming, data: bytes) -> None:
+        incoming.data = data
+        if incoming.receive is not None:
+            self._take(incoming.link.peer, incoming, incoming.receive)
+
+    def _take(self, source: int, incoming: _Incoming, receive: Submission) -> None:
+        """Receive a message that matches."""
+        header = incoming.header
+        if not isinstance(receive.op, PeerParcel):
+            assert isinstance(receive.op, Recv)
+            sent = Send(BY_CODE[header.second], header.first, self._rank, receive.op.tag)
+            if not receive.op.takes(sent):
+                sides = source, str(sent), self._rank, str(receive.op)
+                raise CollectiveMismatchError(receive.work.seq, *sides)
+        if incoming.header.offered and source in self._gone:
+            self._lose(source, receive)
+        elif incoming.header.offered:
+            link = incoming.link
+            self._cleared[source, header.number] = incoming, receive
+            link.put(Header(Kind.CLEAR, number=header.number).pack())
+            self._flush(link)
+        elif incoming.data is None:  # it is arriving
+            incoming.receive = receive
+        else:
+            self._report_taken(incoming.link, HEADER_BYTES + len(incoming.data))
+            self._deliver(source, header, incoming.data, receive)
+
+    def _report_taken(self, link: MessageLink, nbytes: int) -> None:
+        taken = self._unreported.get(link, 0) + nbytes
+        if taken >= REPORT:
+            link.put(Header(Kind.TAKEN, first=taken).pack())
+            self._flush(link)
+            taken = 0
+        self._unreported[link] = taken
+
+    def _deliver(self, source: int, header: Header, data: bytes, receive: Submission) -> None:
+        """Hand over the data of a short message."""
+        receive.work.source = source
+        if header.kind == Kind.TENSOR:
+            output = receive.outputs[0]
+            if arithmetic.is_plain(output):
+                fill(output, data)
+            else:
+                unpack(_tensor(data), receive.outputs)
+        else:
+            delivery = Delivery(receive)
+            start = header.first
+            tensors = delivery.accept(source, data[:start], {source: len(data) - start})
+            if tensors is not None:
+                unpack(_tensor(data[start:]), tensors)
+            conclude(delivery, receive)
+        self._finished.append(partial(_settled, receive))
+
+    def _receive_data(self, incoming: _Incoming, receive: Submission) -> None:
+        """Receive the data of a long message, which follows."""
+        link, header = incoming.link, incoming.header
+        receive.work.source = link.peer
+        if header.kind == Kind.PARCEL_OFFER:
+            head = memoryview(bytearray(header.first))
+            then = partial(self._receive_payload, incoming, receive, head)
+            link.receive([head], partial(self._guarded, then))
+            return
+        plain, copy = arithmetic.landing(receive.outputs[0])
+        memory = bytes_of(plain)
+
+        def landed() -> None:
+            if copy is not None:
+                copy()
+            self._finished.append(partial(_settled, receive))
+
+        link.receive([view(memory)], partial(self._guarded, landed))
+
+    def _receive_payload(self, incoming: _Incoming, receive: Submission, head: Buffer) -> None:
+        link, length = incoming.link, incoming.header.second
+        delivery = Delivery(receive)
+        tensors = delivery.accept(link.peer, bytes(head), {link.peer: length})
+        memory = None if tensors is None else [bytes_of(tensor) for tensor in tensors if tensor.numel()]
+
+        def landed() -> None:
+            conclude(delivery, receive)
+            if memory is not None:
+                memory.clear()  # kept until here
+            self._finished.append(partial(_settled, receive))
+
+        if memory is None:
+            self._discard(link, length, landed)
+        else:
+            link.receive([view(part) for part in memory], partial(self._guarded, landed))
+
+    def _discard(self, link: MessageLink, length: int, then: Callable[[], object]) -> None:
+        if not length:
+            self._guarded(then)
+            return
+        scratch = memoryview(bytearray(min(length, SCRATCH)))
+        link.receive([scratch], lambda: self._discard(link, length - len(scratch), then))
+
+    def _send_data(self, link: MessageLink, number: int) -> None:
+        """Send the data of an offered message."""
+        submission, head, tensors = self._offers.pop(number)
+        held = [*tensors]
+
+        def done() -> None:
+            held.clear()  # kept until the socket has taken them
+            self._finished.append(submission.work.settle)
+
+        link.put(Header(Kind.DATA, number=number).pack(), head, *[view(tensor) for tensor in tensors], done=done)
+        self._flush(link)
+
+    def _flush(self, link: MessageLink) -> None:
+        assert self._endpoint is not None
+        self._endpoint.flush(link)
+
+    # -- failure -------------------------------------------------------------------------------------------------------
+
+    def gone(self, peer: int, reason: str) -> None:
+        """Handle the end of the connection with ``peer``."""
+        if self._broken or peer in self._gone:
+            return
+        self._gone[peer] = reason
+        self._frames.gone(peer, reason)
+        offers = [number for number, (sent, *_) in self._offers.items() if cast(PeerOp, sent.op).peer == peer]
+        halfway = [key for key in self._cleared if key[0] == peer]
+        receives = self._queues.withdraw(peer)
+        if offers or halfway or receives:
+            self._fail(BackendError(f"rank {peer}: {reason}"))
+        else:
+            self._check_any_source()
+
+    def _check_any_source(self) -> None:
+        if len(self._gone) == self._size - 1 and self._gone and self._queues.withdraw(None):
+            self._fail(BackendError(f"the connections of all other ranks have ended: {self._gone}"))
+
+    def _lose(self, peer: int, submission: Submission) -> None:
+        """Fail an operation with a rank that has gone."""
+        self._fail(BackendError(f"{submission.op}: rank {peer}: {self._gone.get(peer, 'no connection')}"))
+
+    def _fail(self, exc: Exception) -> None:
+        """Break the comm: nothing more is received, because the order of messages may be lost."""
+        self._broken = True
+        error = exc if isinstance(exc, BrokenError) else BackendError(f"a message failed: {type(exc).__name__}: {exc}")
+        error.__traceback__ = None
+        self._finished.append(partial(self._on_error, error))
+
+    # -- from this rank to itself --------------------------------------------------------------------------------------
+
+    def _send_to_self(self, op: PeerOp, submission: Submission) -> None:
+        receive = self._queues.claim(self._rank, op.key)
+        if receive is None:
+            self._queues.keep(submission, self._rank, op.key)
+        else:
+            self._meet(submission, receive)
 
     def _meet(self, send: Submission, recv: Submission) -> None:
+        recv.work.source = self._rank
         if isinstance(recv.op, PeerParcel):
-            self._complete(recv, [partial(self._hand_over, send, recv)])
+            parcel = send.parcels[0]
+            delivery = Delivery(recv)
+            tensors = delivery.accept(self._rank, parcel.head, {self._rank: parcel.nbytes})
+            if tensors is not None:
+                unpack(torch.cat([bytes_of(tensor) for tensor in parcel.tensors] or [room(0)]), tensors)
+            conclude(delivery, recv)
         else:
             assert isinstance(send.op, Send)
             assert isinstance(recv.op, Recv)
             if not recv.op.takes(send.op):
                 sides = self._rank, str(send.op), self._rank, str(recv.op)
-                self._on_error(CollectiveMismatchError(send.work.seq, *sides))
-                return
+                raise CollectiveMismatchError(send.work.seq, *sides)
             unpack(bytes_of(send.inputs[0]), recv.outputs)  # one side may be complex, the other real
-            recv.work.source = self._rank
-            recv.work.settle()
-        send.work.settle()
+        self._finished.extend([partial(_settled, recv), send.work.settle])
 
-    def _hand_over(self, send: Submission, recv: Submission) -> None:
-        parcel = send.parcels[0]
-        delivery = Delivery(recv)
-        tensors = delivery.accept(self._rank, parcel.head, {self._rank: parcel.nbytes})
-        if tensors is not None:
-            unpack(torch.cat([bytes_of(tensor) for tensor in parcel.tensors] or [room(0)]), tensors)
-        recv.work.source = self._rank
-        conclude(delivery, recv)
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else room(0)
+
+
+def _settled(submission: Submission) -> None:
+    submission.work.settle(submission.error)
 
 
 def conclude(delivery: Delivery, submission: Submission) -> None:

@@ -1,12 +1,10 @@
-"""Policies of the engine: which thread drives (:class:`CombiningLock`), when to spin (:class:`SpinPolicy`)."""
+"""The lock that decides which thread drives the engine."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Final, final
-
-MOST_SKIPPED: Final = 64  # limit of waits in a row without a spin, after spinning has failed
+from typing import Any, final
 
 
 @final
@@ -45,24 +43,3 @@ class CombiningLock:
                 release()
             ran = True
         return ran
-
-
-@final
-class SpinPolicy:
-    """Whether a wait should begin with a spin: after failed spins, exponentially more waits sleep at once."""
-
-    def __init__(self) -> None:
-        self._to_skip = 0  # waits without a spin, between two spins
-        self._skipped = 0
-
-    def should_spin(self) -> bool:
-        """Whether the wait that begins now should spin; the result of the spin is then to be recorded."""
-        if self._skipped < self._to_skip:
-            self._skipped += 1
-            return False
-        self._skipped = 0
-        return True
-
-    def record(self, found: bool) -> None:
-        """Note whether a spin has found its operation done."""
-        self._to_skip = 0 if found else min(2 * self._to_skip + 1, MOST_SKIPPED)

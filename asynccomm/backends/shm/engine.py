@@ -28,7 +28,7 @@ import torch
 from asynccomm.backends.base import BackendContext, DirectCalls, FastCalls, Submission
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bootstrap import PeerMapping
-from asynccomm.backends.shm.combining_lock import CombiningLock, SpinPolicy
+from asynccomm.backends.shm.combining_lock import CombiningLock
 from asynccomm.backends.shm.doorbell import Bell, Bells
 from asynccomm.backends.shm.executor import NO_WAIT, Executor, Pace
 from asynccomm.backends.shm.fast_path import Limits, fast_path
@@ -40,6 +40,7 @@ from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThrea
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
+from asynccomm.backends.spinning import SpinPolicy
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError

@@ -25,11 +25,11 @@ from asynccomm.backends.base import BackendContext, BackendWindow, Submission
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.shm.bakery import BakeryLock
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported
-from asynccomm.backends.shm.combining_lock import SpinPolicy
 from asynccomm.backends.shm.doorbell import Bell
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
 from asynccomm.backends.shm.window_parts import ShmPart, WindowLayout
+from asynccomm.backends.spinning import SpinPolicy
 from asynccomm.backends.windows import SignalWaits
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work

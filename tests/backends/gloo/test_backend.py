@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, BackendError, MemoryStore, new_comm
+from asynccomm import AbortedError, BackendError, BrokenError, MemoryStore, new_comm
 from asynccomm.backends import addresses as addresses_module
 from asynccomm.backends.base import RankInfo
 from asynccomm.backends.gloo import backend as backend_module
@@ -182,10 +182,12 @@ async def test_an_error_does_not_keep_the_groups() -> None:
     groups = [weakref.ref(gloo) for gloo in gloos]
     gloos[0].poison()
     del gloos
-    work = comms[0].send(torch.ones(1), 1)  # gloo refuses it
-    with pytest.raises(BackendError, match="gloo could not start send") as caught:
+    work, other = [comm.all_reduce(torch.ones(3000)) for comm in comms]  # more than frames carry; gloo refuses it
+    with pytest.raises(BackendError, match=r"gloo (could not start|failed in) all_reduce") as caught:
         await work
     assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(BrokenError):
+        await other
     await asyncio.gather(*(comm.aclose() for comm in comms))
     assert [group() for group in groups] == [None, None]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asynccomm import BackendError, Comm, ReduceOp
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent, heading_of
+from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent, heading_of, is_carried
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Op, Parcel, Parcels, ReduceScatter
 from asynccomm.ops.validation import CommInfo
 
@@ -237,3 +237,27 @@ async def test_in_inference_mode_and_out_of_it(comm: Comm) -> None:
     outside = [torch.ones(3) for _ in range(5)]
     await asyncio.gather(*[comm.all_reduce(tensor) for tensor in outside])
     assert all(tensor.eq(comm.size).all() for tensor in (*inside, *outside))
+
+
+@pytest.mark.parametrize(
+    ("make", "carried"),
+    [
+        (lambda n: AllReduce.of(group(0), torch.zeros(n), ReduceOp.SUM), True),
+        (lambda n: AllReduce.of(group(0), torch.zeros(n, dtype=torch.float64), ReduceOp.SUM), False),
+        (lambda n: AllGather.of(group(0), [torch.zeros(3) for _ in range(SIZE)], torch.zeros(3)), True),
+        (lambda n: AllGather.of(group(0), [torch.zeros(k) for k in range(SIZE)], torch.zeros(0)), False),
+        (lambda n: Call(Barrier(), (), (), None), True),
+    ],
+)
+def test_calls_that_frames_carry_for_certain(make: Callable[[int], Call], carried: bool) -> None:
+    """Uneven contributions may fit on some ranks only."""
+    assert is_carried(submission(make(ROOM // 4))) == carried
+    assert not isinstance(make(1).op, AllReduce) or not is_carried(submission(make(ROOM // 4 + 1)))
+
+
+def test_a_frame_is_sent_without_its_unused_room() -> None:
+    frame = Frame(0, SIZE)
+    frame.fill(submission(AllReduce.of(group(0), torch.ones(5), ReduceOp.SUM)), 0, b"")
+    assert len(frame.packed()) == 64 + 20
+    frame.fill(submission(AllReduce.of(group(0), torch.ones(1000), ReduceOp.SUM)), 0, b"")
+    assert len(frame.packed()) == 64

@@ -1,11 +1,15 @@
 """Messages over gloo: what does not fit is named, and a waiting receive holds up nothing else."""
 
 import asyncio
+import contextlib
+from unittest import TestCase
 
 import pytest
 import torch
 
+import asynccomm
 from asynccomm import BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
+from asynccomm.backends.gloo.messages import SHORT, WINDOW
 from asynccomm.ops import MessageSpace, Parcel
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
@@ -71,19 +75,107 @@ async def test_a_receive_that_waits_holds_up_no_other_lane(comm: Comm) -> None:
         await comm.send(torch.ones(1), 0, 1)
 
 
+@pytest.mark.ranks(3, backend="gloo")
+async def test_receives_from_any_source_get_every_message_once_and_those_of_a_rank_in_order(comm: Comm) -> None:
+    count = 40
+    sizes = [3, 20_000]  # short and long ones in turn
+    if comm.rank == 0:
+        works = [comm.recv(torch.zeros(sizes[i % 2]), tag=i % 2) for i in range(2 * count)]
+        got: dict[tuple[int, int], list[int]] = {}
+        for i, work in enumerate(works):
+            out = await work
+            assert out.eq(out[0]).all()
+            assert work.source is not None
+            got.setdefault((work.source, i % 2), []).append(int(out[0].item()) - 1000 * work.source)
+        assert got == {(rank, tag): [*range(tag, count, 2)] for rank in (1, 2) for tag in (0, 1)}
+    else:
+        await asyncio.gather(
+            *(comm.send(torch.full((sizes[i % 2],), 1000.0 * comm.rank + i), 0, i % 2) for i in range(count))
+        )
+
+
+@pytest.mark.ranks(3, backend="gloo")
+async def test_a_receive_from_any_source_does_not_wait_for_a_silent_rank(comm: Comm) -> None:
+    if comm.rank == 0:
+        for _ in range(20):
+            work = comm.recv(torch.zeros(1))
+            await work
+            assert work.source == 1
+        await comm.send(torch.ones(1), 2)
+        work = comm.recv(torch.zeros(1))
+        assert (await work).item() == 2
+        assert work.source == 2
+    elif comm.rank == 1:
+        for _ in range(20):
+            await comm.send(torch.ones(1), 0)
+    else:
+        await comm.recv(torch.zeros(1), 0)
+        await comm.send(torch.full((1,), 2.0), 0)
+
+
 @pytest.mark.ranks(2, backend="gloo")
-async def test_receiving_from_any_source_is_refused_at_the_call(comm: Comm) -> None:
-    with pytest.raises(ValueError, match="backend 'gloo' cannot receive from any source; name one"):
-        comm.recv(torch.ones(1))
-    work = comm.recv(torch.ones(1), 1 - comm.rank)
-    assert work.seq == 0, "a refused call takes no number"
-    await comm.send(torch.ones(1), 1 - comm.rank)
-    await work
-    assert work.source == 1 - comm.rank
+async def test_a_cancelled_wait_for_any_source_loses_no_message(comm: Comm) -> None:
+    if comm.rank == 0:
+        work = comm.recv(torch.zeros(1))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await work
+        await comm.barrier()
+        following = comm.recv(torch.zeros(1))
+        assert [(await work).item(), (await following).item()] == [1, 2]
+    else:
+        await comm.barrier()
+        await comm.send(torch.full((1,), 1.0), 0)
+        await comm.send(torch.full((1,), 2.0), 0)
 
 
-@pytest.mark.ranks(2, backend="gloo", hints={"p2p_threads": "2"})
-async def test_more_lanes_than_threads_are_worked_off(comm: Comm) -> None:
+@pytest.mark.ranks(3, backend="gloo")
+async def test_a_receive_from_any_source_fails_when_all_other_ranks_have_left(comm: Comm) -> None:
+    async with asynccomm.new_comm("gloo", name="left alone", timeout=30, hints={"control": "off"}) as other:
+        if comm.rank == 0:
+            work = other.recv(torch.zeros(1))
+            await comm.barrier()
+            with pytest.raises(BrokenError, match="the connections of all other ranks have ended"):
+                await work
+        else:
+            await comm.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_more_short_messages_than_fit_wait_with_their_sender(comm: Comm) -> None:
+    """The receiving rank keeps a limited number of bytes."""
+    count = 3 * WINDOW // SHORT
+    floats = SHORT // 4
+    if comm.rank == 0:
+        works = [comm.send(torch.full((floats,), float(i)), 1) for i in range(count)]
+        await comm.barrier()
+        assert 0 < sum(work.done() for work in works) <= WINDOW // SHORT
+        await comm.barrier()
+        await asyncio.gather(*works)
+    else:
+        await comm.barrier()
+        await comm.barrier()
+        for i in range(count):
+            assert (await comm.recv(torch.zeros(floats), 0)).eq(i).all()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_messages_sent_before_closing_arrive_and_one_that_was_not_received_is_named(comm: Comm) -> None:
+    logs = TestCase().assertLogs("asynccomm", "WARNING") if comm.rank == 1 else contextlib.nullcontext()
+    with logs as logged:
+        async with asynccomm.new_comm("gloo", name="last words", timeout=30) as other:
+            if comm.rank == 0:
+                for i in range(10):
+                    await other.send(torch.full((10_000,), float(i)), 1)
+            await comm.barrier()
+            if comm.rank == 1:
+                for i in range(9):
+                    assert (await other.recv(torch.zeros(10_000), 0)).eq(i).all()
+    assert logged is None or "not received: float32[10000] of rank 0" in logged.output[0]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_messages_of_many_tags_at_once(comm: Comm) -> None:
     tags = range(20)
     if comm.rank == 0:
         await asyncio.gather(*(comm.send(torch.full((2,), float(tag)), 1, tag) for tag in tags))
@@ -219,15 +311,25 @@ async def test_parcels_of_one_pair_keep_their_order(comm: Comm) -> None:
     assert all(torch.equal(shelf.got(peer), data(1 << (i % 20))) for i, shelf in enumerate(shelves))
 
 
+@pytest.mark.ranks(3, backend="gloo")
+async def test_parcels_from_any_source(comm: Comm) -> None:
+    """Each rank's arrive in its order; the long and the short ones are delivered whole."""
+    sizes = [5, 200_000, 70]
+    if comm.rank == 0:
+        shelves = [Shelf() for _ in range(2 * len(sizes))]
+        works = [recv(comm, shelf, None) for shelf in shelves]
+        await asyncio.gather(*works)
+        for rank in (1, 2):
+            found = [shelf for work, shelf in zip(works, shelves, strict=True) if work.source == rank]
+            assert [shelf.calls[0][1] for shelf in found] == [b"0", b"1", b"2"]
+            assert all(torch.equal(shelf.got(rank), data(n, rank)) for shelf, n in zip(found, sizes, strict=True))
+    else:
+        for i, n in enumerate(sizes):
+            await send(comm, Parcel(b"%d" % i, (data(n, comm.rank),)), 0)
+
+
 @pytest.mark.ranks(2, backend="gloo")
-async def test_parcels_from_any_source_are_refused_at_the_call(comm: Comm) -> None:
-    with pytest.raises(ValueError, match="backend 'gloo' cannot receive from any source; name one"):
-        recv(comm, Shelf(), None)
-
-
-@pytest.mark.ranks(2, backend="gloo", hints={"p2p_threads": "2"})
-async def test_long_parcels_on_more_lanes_than_threads(comm: Comm) -> None:
-    """What is sent needs no thread to be taken."""
+async def test_long_parcels_of_many_tags_at_once(comm: Comm) -> None:
     peer = 1 - comm.rank
     tags = range(10)
     shelves = [Shelf() for _ in tags]

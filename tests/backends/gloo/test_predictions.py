@@ -110,6 +110,19 @@ class FakeGloo:
                 work.future.set_exception(RuntimeError("closed"))
 
 
+class FakeFrames:
+    """Notes the frames that are to be sent."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Frame, Callable[[Exception | None], object]]] = []
+
+    def begin(self, frame: Frame, done: Callable[[Exception | None], object]) -> None:
+        self.calls.append((frame, done))
+
+    def settle(self) -> None:
+        pass
+
+
 class FakeOfOurs:
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -124,12 +137,14 @@ class Rank:
 
     def __init__(self) -> None:
         self.gloos = [FakeGloo() for _ in range(3)]
-        self.frames, self.small, self.large = self.gloos
+        self.messages_of_ranks, self.small, self.large = self.gloos
+        self.frames = FakeFrames()
         self.errors: list[Exception] = []
         self.disputes: list[Any] = []  # what this rank has told of its call
         gloos: Any = GlooGroups(*self.gloos)  # type: ignore[arg-type]
+        frames: Any = self.frames
         exchange = PayloadExchange(0, 2, OrderedExecutor("unused", 1), lambda *_: None)
-        self.collectives = GlooCollectives(gloos, "test", 0, 2, exchange, self.failed, self.failed)
+        self.collectives = GlooCollectives(gloos, "test", 0, 2, frames, exchange, self.failed, self.failed)
         self.seq = 0
 
     def failed(self, submission: Submission, exc: Exception) -> None:
@@ -146,11 +161,10 @@ class Rank:
 
     def frames_arrive(self, number: int, theirs: Frame | None = None) -> None:
         """Rank 1 sends the same as rank 0 for frame ``number``, or something else."""
-        _, work, (received, sent) = self.frames.calls[number]
-        received.copy_(sent)
-        if theirs is not None:
-            received[len(received) // 2 :].copy_(theirs.mine)
-        work.future.set_result(None)
+        frame, done = self.frames.calls[number]
+        frame.put(0, frame.packed())
+        frame.put(1, (theirs or frame).packed())
+        done(None)
 
     def data_arrive(self, number: int) -> None:
         self.small.calls[number][1].future.set_result(None)
@@ -173,7 +187,9 @@ class Rank:
         await until(lambda: len(self.messages("recv")) > listening)
 
     def messages(self, name: str) -> list[tuple[str, FakeWork, tuple[Any, ...]]]:
-        return [message for message in self.frames.messages if message[0] == name and message[2][-1] == ALARM_TAG]
+        return [
+            message for message in self.messages_of_ranks.messages if message[0] == name and message[2][-1] == ALARM_TAG
+        ]
 
     def described(self) -> tuple[int, str]:
         """Number and name of the call that rank 0 tells the others about."""
@@ -218,6 +234,17 @@ def test_what_is_predicted_and_needs_every_rank_has_no_frame(rank: Rank) -> None
     rank.data_arrive(usual)
     assert work.settled
     assert not rank.errors
+
+
+def test_a_short_call_travels_in_its_frame_even_if_it_was_predicted(rank: Rank) -> None:
+    for number in range(8):
+        work = rank.call(3)
+        assert len(rank.frames.calls) == number + 1
+        rank.frames_arrive(number)
+        assert work.settled
+    assert not rank.small.calls
+    rank.call(4)
+    assert not rank.messages("send"), "every rank sends a frame anyway"
 
 
 def test_what_is_predicted_and_has_a_root_is_ahead_of_its_frames(rank: Rank) -> None:

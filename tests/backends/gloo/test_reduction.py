@@ -162,3 +162,24 @@ async def test_nan_in_lists_of_tensors(comm: Comm, dtype: torch.dtype, n: int) -
             lost = torch.stack([(place >= 0) & (place % (3 + rank) == 0) for rank in range(comm.size)]).any(0)
             assert torch.equal(tensor.float().isnan(), lost)
             assert tensor.float()[~lost].eq(1 if kind is ReduceOp.MIN else comm.size).all()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_nan_in_every_reduction_of_one_tensor_at_every_length(comm: Comm) -> None:
+    """Short tensors travel in frames, long ones by gloo, and reduce_scatter as an all_to_all."""
+    for dtype in [torch.float32, torch.float64, torch.float16, torch.bfloat16, *FLOAT8]:
+        for kind in (ReduceOp.MIN, ReduceOp.MAX):
+            for n in (1, 5, 17, 300, 70_000):
+                lost = torch.zeros(n, dtype=torch.bool)
+                lost[[0, n // 2, n - 1]] = True
+                mine = torch.ones(n)
+                if comm.rank == 0:
+                    mine[lost] = math.nan
+                mine = mine.to(dtype)
+                outputs = [
+                    await comm.all_reduce(mine.clone(), kind),
+                    await comm.reduce_scatter_single(torch.empty(n, dtype=dtype), torch.cat([mine, mine]), kind),
+                ]
+                reduced = await comm.reduce(mine.clone(), 0, kind)
+                for output in [*outputs, *([reduced] if comm.rank == 0 else [])]:
+                    assert torch.equal(output.float().isnan(), lost), f"{dtype}, {kind}, {n}"

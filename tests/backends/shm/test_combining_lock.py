@@ -1,4 +1,4 @@
-"""The lock and the spin policy of the progress engine."""
+"""The lock of the progress engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from asynccomm.backends.shm.combining_lock import MOST_SKIPPED, CombiningLock, SpinPolicy
+from asynccomm.backends.shm.combining_lock import CombiningLock
 
 
 def always() -> bool:
@@ -73,28 +73,3 @@ def test_the_lock_is_released_after_an_exception() -> None:
     with pytest.raises(KeyboardInterrupt):
         lock.run(always, serve, lock.release)
     assert lock.acquire(blocking=False)
-
-
-def test_failed_spins_are_followed_by_exponentially_more_waits_without() -> None:
-    policy = SpinPolicy()
-    gaps = []
-    for _ in range(9):
-        gap = 0
-        while not policy.should_spin():
-            gap += 1
-        policy.record(False)
-        gaps.append(gap)
-    assert gaps == [0, 1, 3, 7, 15, 31, 63, MOST_SKIPPED, MOST_SKIPPED]
-
-
-def test_a_successful_spin_ends_the_back_off() -> None:
-    policy = SpinPolicy()
-    for _ in range(3):
-        while not policy.should_spin():
-            pass
-        policy.record(False)
-    while not policy.should_spin():
-        pass
-    policy.record(True)
-    assert policy.should_spin()
-    assert policy.should_spin()

@@ -1179,12 +1179,3 @@ async def test_messages_in_a_scope_share_no_memory_with_collectives() -> None:
         with pytest.raises(NotSentError):
             await work
         assert a.statistics().in_flight == 0
-
-
-@pytest.mark.ranks(4, backend=["gloo"])
-async def test_the_agreement_leaves_the_lanes_to_messages(comm: Comm) -> None:
-    hints = {"p2p_threads": "1"}
-    async with new_comm("gloo", name="one lane", ordering="agreed", timeout=30, hints=hints) as shared:
-        if comm.rank < 2:
-            await (shared.send(ones(), 1) if comm.rank == 0 else shared.recv(ones(), 0))
-        await shared.barrier()

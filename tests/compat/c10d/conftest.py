@@ -23,11 +23,6 @@ DONE_BEFORE: Final = {"shm"}
 NOT_ON: Final = {
     "test_ranks_that_disagree_are_told": DONE_BEFORE,
     "test_complex_tensors_as_they_are": DONE_BEFORE,
-    # gloo cannot receive from any rank
-    "test_from_anybody": {"gloo"},
-    "test_a_handle_knows_the_sender": {"gloo"},
-    "test_object_messages": {"gloo"},
-    "test_global_ranks_and_ranks_of_the_group": {"gloo"},
 }
 
 

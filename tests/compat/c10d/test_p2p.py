@@ -61,16 +61,6 @@ async def test_from_anybody() -> None:
     await run_ranks(4, body)
 
 
-async def test_gloo_receives_from_ranks_that_are_named() -> None:
-    async def body(rank: int) -> None:
-        for name in ("recv", "irecv", "recv_object_list"):
-            with pytest.raises(ValueError, match="backend 'gloo' cannot receive from any source; name one"):
-                await getattr(dist, name)([None] if name == "recv_object_list" else torch.zeros(1))
-        await dist.barrier()
-
-    await run_ranks(2, body, backend="gloo")
-
-
 async def test_a_handle_knows_the_sender() -> None:
     async def body(rank: int) -> None:
         pg = await dist.new_group([1, 2])

@@ -1,0 +1,362 @@
+"""The sockets of one rank for messages, and the thread that serves them.
+
+Each rank listens on one port. Its first message to another rank, or its first receive from it, opens a connection to
+that rank (``links.py``), so the end of a rank shows as the end of a connection. The token that a connecting rank must
+show comes from the store.
+
+Any thread may use the sockets, under a lock: a call writes as much as a socket takes, and a task that is about to wait
+reads for some time (``serve``). The thread of the endpoint serves the sockets at all other times, so that messages move
+while the event loop is busy. It sleeps while nothing arrives. While another thread reads, it is not woken: it waits for
+``_outer``, from which ``_inner``, with all sockets, is removed meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Self, final
+
+from asynccomm.backends.gloo.links import MessageLink
+from asynccomm.backends.gloo.messages import Header
+from asynccomm.control.transport.sockets import tcp_socket
+from asynccomm.errors import BackendError
+
+HELLO_SECONDS: Final = 5.0  # for a new connection to show the token
+UNAUTHENTICATED: Final = 64  # connections without a token at once, beside one for each rank
+PAUSE_SECONDS: Final = 0.1  # until a rank without descriptors accepts connections again
+TOKEN_BYTES: Final = 16
+
+_HELLO: Final = struct.Struct(f"<{TOKEN_BYTES}sI")
+_log = logging.getLogger("asynccomm")
+
+
+@final
+class Contact:
+    """The place where a rank listens for messages, and its token, as they are in the store."""
+
+    def __init__(self, address: str, port: int, token: bytes) -> None:
+        self.address = address
+        self.port = port
+        self.token = token
+
+    def pack(self) -> bytes:
+        return self.token + struct.pack("<H", self.port) + self.address.encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """Raises: BackendError."""
+        if len(data) < TOKEN_BYTES + 3:
+            raise BackendError("the store has a corrupt address of a rank for messages")
+        port = struct.unpack_from("<H", data, TOKEN_BYTES)[0]
+        return cls(data[TOKEN_BYTES + 2 :].decode(errors="replace"), port, data[:TOKEN_BYTES])
+
+
+@final
+class Endpoint:
+    """The connections of one rank for messages.
+
+    Args:
+        address: of the interface to listen on.
+        name: of the thread.
+    """
+
+    def __init__(self, rank: int, size: int, address: str, name: str) -> None:
+        self._rank = rank
+        self._size = size
+        self._name = name
+        self._sock = tcp_socket(address)
+        self._sock.setblocking(False)
+        self.contact: Contact = Contact(address, self._sock.getsockname()[1], secrets.token_bytes(TOKEN_BYTES))
+        self._contacts: Sequence[Contact] = ()
+        self.lock: threading.Lock = threading.Lock()  #: held while the sockets or the queues of messages are used
+        self._arrived: Callable[[MessageLink, Header], object] = _unused
+        self._gone: Callable[[int, str], object] = _unused
+        self._settle: Callable[[], object] = _unused
+        self._links: dict[int, MessageLink] = {}  # by descriptor
+        self._strangers: dict[MessageLink, float] = {}  # links without a token yet, with their deadlines
+        self._outbound: dict[int, MessageLink] = {}  # by rank
+        self._inbound: dict[int, MessageLink] = {}
+        self._left: set[MessageLink] = set()  # links on which the end is announced
+        self._ended = False
+        self._readers = 0  # threads in ``serve``
+        self._refused = False  # a refusal has been logged
+        self._accept_at = 0.0  # when the rank listens again; 0: it listens
+        self._thread: threading.Thread | None = None
+        self._inner = select.epoll()
+        self._outer = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._inner.register(self._sock.fileno(), select.EPOLLIN)
+        self._outer.register(self._inner.fileno(), select.EPOLLIN)
+        self._outer.register(self._wake, select.EPOLLIN)
+
+    def start(
+        self,
+        contacts: Sequence[Contact],
+        arrived: Callable[[MessageLink, Header], object],
+        gone: Callable[[int, str], object],
+        settle: Callable[[], object],
+    ) -> None:
+        """Serve the sockets from now on, on a thread.
+
+        Args:
+            contacts: of all ranks.
+            arrived: called with each header, under the lock; and raises nothing.
+            gone: called with a rank at the end of its connection, and the reason, under the lock.
+            settle: called after the sockets were used, without the lock.
+        """
+        self._contacts = contacts
+        self._arrived, self._gone, self._settle = arrived, gone, settle
+        self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+        self._thread.start()
+
+    # -- under the lock ------------------------------------------------------------------------------------------------
+
+    def link_to(self, peer: int) -> MessageLink | None:
+        """The link for messages to ``peer``, opened if there is none; None: the rank has gone. Under the lock."""
+        link = self._outbound.get(peer)
+        return link if link is not None or self._ended else self._connect(peer)
+
+    def send(self, link: MessageLink, data: bytes) -> None:
+        """Send ``data`` on ``link``. Under the lock."""
+        if link.fd not in self._links:
+            return
+        try:
+            link.send(data)
+        except OSError as exc:
+            self._end(link, exc)
+        else:
+            if link.pending:
+                self._watch(link)
+
+    def flush(self, link: MessageLink) -> None:
+        """Write the queued data of ``link``. Under the lock."""
+        if link.fd not in self._links:
+            return
+        try:
+            link.write()
+        except OSError as exc:
+            self._end(link, exc)
+        else:
+            self._watch(link)
+
+    def _connect(self, peer: int) -> MessageLink | None:
+        contact = self._contacts[peer]
+        family = socket.AF_INET6 if ":" in contact.address else socket.AF_INET
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as exc:
+            self._gone(peer, f"no socket for messages to it: {exc.strerror}")
+            return None
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = MessageLink(sock, peer, outbound=True, arrived=self._arrived)
+        self._outbound[peer] = self._links[link.fd] = link
+        error = sock.connect_ex((contact.address, contact.port))
+        if error not in (0, errno.EINPROGRESS):
+            self._end(link, OSError(error, os.strerror(error)))
+            return None
+        link.put(_HELLO.pack(contact.token, self._rank))
+        self._watch(link)
+        return link
+
+    def _watch(self, link: MessageLink) -> None:
+        """Register ``link`` for the events that it waits for."""
+        events = select.EPOLLIN | (select.EPOLLOUT if link.pending else 0)
+        if events != link.watched:
+            if link.watched:
+                self._inner.modify(link.fd, events)
+            else:
+                self._inner.register(link.fd, events)
+            link.watched = events
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptors, probably
+                self._inner.modify(self._sock.fileno(), 0)
+                self._accept_at = time.monotonic() + PAUSE_SECONDS
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while len(self._strangers) >= UNAUTHENTICATED + self._size:
+                self._refuse(next(iter(self._strangers)), "too many at once")
+            link = MessageLink(sock, -1, outbound=False, arrived=self._arrived)
+            link.expect_hello(_HELLO.size, self._admit)
+            self._links[link.fd] = link
+            self._strangers[link] = time.monotonic() + HELLO_SECONDS
+            self._watch(link)
+            self._read(link)
+
+    def _admit(self, link: MessageLink, hello: bytes) -> None:
+        token, peer = _HELLO.unpack(hello)
+        if not hmac.compare_digest(token, self.contact.token):
+            self._refuse(link, "with a wrong token")
+        elif peer >= self._size or peer in self._inbound:
+            self._refuse(link, "of a rank that cannot be")
+        else:
+            del self._strangers[link]
+            link.peer = peer
+            self._inbound[peer] = link
+
+    def _refuse(self, link: MessageLink, reason: str) -> None:
+        if not self._refused:
+            _log.warning("%s refused a connection: %s; others are refused silently", self._name, reason)
+        self._refused = True
+        self._drop(link)
+
+    def _drop(self, link: MessageLink) -> None:
+        self._strangers.pop(link, None)
+        if self._links.pop(link.fd, None) is not None:
+            link.sock.close()  # which removes it from the epoll
+
+    def _end(self, link: MessageLink, exc: Exception) -> None:
+        """Handle the end of a connection."""
+        self._drop(link)
+        peer = link.peer
+        if peer < 0 or self._ended:
+            return
+        if link.outbound and peer not in self._inbound:
+            self._accept()  # the messages of a rank that has closed may be waiting there
+        inbound = self._inbound.get(peer)
+        if link.outbound and inbound is not None and inbound.fd in self._links:
+            while inbound.fd in self._links and self._read(inbound):
+                pass
+        reason = getattr(exc, "strerror", None) or "closed"
+        self._gone(peer, f"its connection for messages ended: {reason}")
+
+    def _read(self, link: MessageLink) -> bool:
+        """Read once. Returns whether something has come."""
+        try:
+            return link.read()
+        except (EOFError, OSError) as exc:
+            self._end(link, exc)
+            return False
+
+    def _serve(self, timeout: float) -> None:
+        """Use the sockets that are ready, once each. Under the lock."""
+        for fd, events in self._inner.poll(timeout):
+            if fd == self._sock.fileno():
+                self._accept()
+                continue
+            link = self._links.get(fd)
+            if link is not None and events & ~select.EPOLLOUT:
+                self._read(link)
+            if link is not None and events & select.EPOLLOUT:
+                self.flush(link)
+
+    # -- from any thread -----------------------------------------------------------------------------------------------
+
+    def serve(self, until: float, done: Callable[[], bool]) -> None:
+        """Serve the sockets on this thread until ``done``, or until the time ``until`` of ``time.perf_counter``."""
+        with self.lock:
+            if self._ended:
+                return
+            self._readers += 1
+            if self._readers == 1:
+                self._outer.modify(self._inner.fileno(), 0)
+        try:
+            while not done() and time.perf_counter() < until:
+                with self.lock:
+                    if self._ended:
+                        return
+                    self._serve(0)
+                self._settle()
+                os.sched_yield()  # the other rank may need this core
+        finally:
+            with self.lock:
+                self._readers -= 1
+                if not self._readers and not self._ended:
+                    self._outer.modify(self._inner.fileno(), select.EPOLLIN)
+
+    def drain(self, seconds: float) -> None:
+        """Receive the data that has arrived already, in at most ``seconds``."""
+        end = time.perf_counter() + seconds
+        self.serve(end, lambda: not self._ready())
+
+    def _ready(self) -> bool:
+        with self.lock:
+            return not self._ended and bool(self._inner.poll(0))
+
+    def _main(self) -> None:
+        while True:
+            self._outer.poll(self._timeout())
+            with self.lock:
+                if self._ended:
+                    return
+                self._serve(0)
+                self._check_time()
+            self._settle()
+
+    def _timeout(self) -> float | None:
+        with self.lock:
+            times = [*list(self._strangers.values())[:1], *([self._accept_at] if self._accept_at else [])]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _check_time(self) -> None:
+        now = time.monotonic()
+        if self._accept_at and now >= self._accept_at:
+            self._accept_at = 0.0
+            self._inner.modify(self._sock.fileno(), select.EPOLLIN)
+        for link, due in list(self._strangers.items()):
+            if now < due:
+                break
+            self._refuse(link, "without a token in time")
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def leave(self, seconds: float) -> None:
+        """Let the other ranks receive everything that was sent, in at most ``seconds``; then ``close``. Blocks."""
+        end = time.monotonic() + seconds
+        # a peer closes a connection when it has read everything; until then, closing could destroy data on the way
+        while self._leaving() and time.monotonic() < end:
+            time.sleep(0.0005)
+
+    def _leaving(self) -> bool:
+        """Announce the end on links without unwritten data; returns whether any link is still open."""
+        with self.lock:
+            links = [link for link in self._outbound.values() if link.fd in self._links]
+            for link in links:
+                if not link.pending and link not in self._left:
+                    self._left.add(link)
+                    with contextlib.suppress(OSError):  # the peer has closed it, which the thread will find
+                        link.sock.shutdown(socket.SHUT_WR)
+            return bool(links)
+
+    def close(self) -> None:
+        """Close all connections, and end the thread. From any thread, more than once."""
+        with self.lock:
+            if self._ended:
+                return
+            self._ended = True
+            for link in list(self._links.values()):
+                self._drop(link)
+            self._sock.close()
+            os.eventfd_write(self._wake, 1)
+
+    def join(self, seconds: float) -> None:
+        """After ``close``: wait for the thread, and free the descriptors."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+        with self.lock:
+            if self._wake >= 0 and (self._thread is None or not self._thread.is_alive()):
+                self._inner.close()
+                self._outer.close()
+                os.close(self._wake)
+                self._wake = -1
+
+
+def _unused(*_: object) -> None:
+    """Stands for the functions that ``start`` sets."""

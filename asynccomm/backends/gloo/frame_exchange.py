@@ -1,0 +1,95 @@
+"""The exchange of frames: each rank sends its frame to all ranks, in the order of its collectives.
+
+Frames use the sockets of messages, where a waiting task reads by itself; gloo would need two more threads. An
+exchange is over when the frames of all ranks have arrived. Exchanges end in order, one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias, final
+
+from asynccomm.backends.gloo.endpoint import Endpoint
+from asynccomm.backends.gloo.frames import Frame
+from asynccomm.backends.gloo.messages import Header, Kind
+from asynccomm.errors import BackendError
+
+Done: TypeAlias = Callable[[Exception | None], object]
+
+
+@final
+class FrameExchange:
+    """The frames of one rank and those that have arrived from the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._others = [(rank + i) % size for i in range(1, size)]
+        self._endpoint: Endpoint | None = None
+        self._lock = threading.Lock()  # the endpoint's, once there is one; guards the fields below
+        self._waiting: deque[tuple[Frame, Done]] = deque()  # exchanges in progress, the oldest first
+        self._arrived: dict[int, deque[bytes]] = {peer: deque() for peer in self._others}
+        self._gone: dict[int, str] = {}
+        self._over: deque[Callable[[], object]] = deque()
+        self._running = threading.Lock()  # held by the thread that reports the exchanges that are over
+
+    def open(self, endpoint: Endpoint) -> None:
+        """Use the sockets of ``endpoint``."""
+        self._endpoint, self._lock = endpoint, endpoint.lock
+
+    def begin(self, frame: Frame, done: Done) -> None:
+        """Send ``frame``. ``done`` is called in ``settle`` when the frames of all ranks are in ``frame``, or failed."""
+        endpoint = self._endpoint
+        with self._lock:
+            self._waiting.append((frame, done))
+            data = frame.packed()
+            if endpoint is not None:
+                message = Header(Kind.FRAME, first=len(data)).pack() + data
+                for peer in self._others:
+                    link = endpoint.link_to(peer)
+                    if link is not None:
+                        endpoint.send(link, message)
+            frame.put(self._rank, data)
+            self._advance()
+
+    def settle(self) -> None:
+        """Report the exchanges that are over. From any thread, without locks."""
+        while self._over and self._running.acquire(blocking=False):
+            try:
+                while self._over:
+                    self._over.popleft()()
+            finally:
+                self._running.release()  # a thread that found it held relies on the check that follows
+
+    def arrived(self, peer: int, data: bytes) -> None:
+        """Handle a frame from ``peer``. Under the lock."""
+        self._arrived[peer].append(data)
+        self._advance()
+
+    def gone(self, peer: int, reason: str) -> None:
+        """Handle the end of the connection with ``peer``. Under the lock."""
+        self._gone[peer] = reason
+        self._advance()
+
+    def _advance(self) -> None:
+        arrived = self._arrived
+        while self._waiting:
+            missing = [peer for peer in self._others if not arrived[peer]]
+            if missing:
+                lost = next((peer for peer in missing if peer in self._gone), None)
+                if lost is None:
+                    return
+            frame, done = self._waiting.popleft()
+            error: Exception | None = None
+            if missing:
+                assert lost is not None
+                error = BackendError(f"rank {lost}: {self._gone[lost]}")
+            else:
+                try:
+                    for peer in self._others:
+                        frame.put(peer, arrived[peer].popleft())
+                except BackendError as exc:
+                    error = exc
+            self._over.append(partial(done, error))
