@@ -1,7 +1,8 @@
 """Connects a rank to the rank above it, which changes as ranks go, and detects ranks that do not listen any more.
 
 A rank that refuses connections has gone, or does not listen yet; it counts as lost only after ``REFUSED_SECONDS``. A
-rank on a host that cannot be reached counts as lost after ``REACH_SECONDS``. The root also checks the ranks that should be connected to it and are not: no other rank may have seen them go.
+rank on a host that cannot be reached counts as lost after ``REACH_SECONDS``. The root also checks the ranks that should
+be connected to it and are not: no other rank may have seen them go.
 """
 
 from __future__ import annotations
