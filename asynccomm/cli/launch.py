@@ -32,7 +32,7 @@ from typing import Any, final
 
 from asynccomm.cli.environment import Placement, rank_environment
 from asynccomm.cli.exit_status import culprit, excerpt, exit_code
-from asynccomm.cli.nodes import End, NodeOptions, Nodes, Plan
+from asynccomm.cli.nodes import NodeEnd, NodeOptions, Nodes, Plan
 from asynccomm.cli.processes import Child, spawn
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
 from asynccomm.core.exit_records import ExitRecords, describe_exit
@@ -104,7 +104,7 @@ class Launch:
         self._exits = ExitRecords()
         self._host, self._port = "127.0.0.1", 0  # of the store
         self._nodes: Nodes | None = None
-        self._elsewhere: End | None = None  # why another node has ended the run
+        self._elsewhere: NodeEnd | None = None  # why another node has ended the run
         self._plan = Plan(options.run_id, [options.size])
         self._node = 0 if options.nodes is None else options.nodes.number
         self._signal: signal.Signals | None = None
@@ -214,7 +214,7 @@ class Launch:
         if self._nodes is not None and not self._ending.is_set():
             await self._nodes.finish()
 
-    def _on_end(self, end: End) -> None:
+    def _on_end(self, end: NodeEnd) -> None:
         """End the run for a reason on another node."""
         if self._ending.is_set():
             return

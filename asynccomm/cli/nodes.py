@@ -1,9 +1,9 @@
 """The launchers of a run on several nodes: they agree on the ranks, and end together.
 
 Node 0 hosts the store. Its launcher listens at a TCP port, which it writes to the store together with the tokens of the
-run; the launchers of the other nodes connect there. They send a Join, get the Plan once all have joined, and send Done
-when their ranks have succeeded. A node that fails, or gets a signal, sends an End, which reaches all nodes. So does the
-end of a launcher: its connection ends with it, and a silent host's after some ten seconds.
+run; the launchers of the other nodes connect there. They send NodeJoin, get the Plan once all have joined, and send
+NodeDone when their ranks have succeeded. A node that fails, or gets a signal, sends NodeEnd, which reaches all nodes.
+So does the end of a launcher: its connection ends with it, and a silent host's after some ten seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Plan(TaggedMessage, frozen=True):
 
 
 @final
-class End(TaggedMessage, frozen=True):
+class NodeEnd(TaggedMessage, frozen=True):
     """The run has to end, for a reason on node ``node``."""
 
     node: int
@@ -64,7 +64,7 @@ class End(TaggedMessage, frozen=True):
 
 
 @final
-class Join(TaggedMessage, frozen=True):
+class NodeJoin(TaggedMessage, frozen=True):
     """A node is there, with so many ranks."""
 
     node: int
@@ -72,7 +72,7 @@ class Join(TaggedMessage, frozen=True):
 
 
 @final
-class Done(TaggedMessage, frozen=True):
+class NodeDone(TaggedMessage, frozen=True):
     """The ranks of a node have succeeded; from node 0: those of all nodes have."""
 
     node: int
@@ -97,7 +97,7 @@ class Nodes:
         on_end: called once, with the reason to end that another node sent, or with its loss.
     """
 
-    def __init__(self, options: NodeOptions, ranks: int, run_id: str, on_end: Callable[[End], object]) -> None:
+    def __init__(self, options: NodeOptions, ranks: int, run_id: str, on_end: Callable[[NodeEnd], object]) -> None:
         self._options = options
         self._ranks = ranks
         self._run_id = run_id
@@ -152,7 +152,7 @@ class Nodes:
                 f"the launcher of node 0 cannot be reached at {options.host}:{meeting.port}: {exc}"
             ) from None
         self._links[0] = link
-        link.send(Join(options.number, self._ranks))
+        link.send(NodeJoin(options.number, self._ranks))
 
     def _refusal(self, node: int | str) -> str:
         if not isinstance(node, int) or not 0 < node < self._options.count:
@@ -165,16 +165,16 @@ class Nodes:
         link.received, link.ended = self._received, self._lost
 
     def _received(self, link: Connection, data: JsonObject) -> None:
-        message: Join | Plan | Done | End = decode(Join | Plan | Done | End, data)
+        message: NodeJoin | Plan | NodeDone | NodeEnd = decode(NodeJoin | Plan | NodeDone | NodeEnd, data)
         match message:
-            case Join():
+            case NodeJoin():
                 self._add(message.node, message.ranks)
             case Plan():
                 if not self._plan.done():
                     self._plan.set_result(message)
-            case Done():
+            case NodeDone():
                 self._note_done(message.node)
-            case End():
+            case NodeEnd():
                 self._end(message)
 
     def _add(self, node: int, ranks: int) -> None:
@@ -190,15 +190,15 @@ class Nodes:
         if self._options.number > 0 or len(self._done) == self._options.count:
             self._all_done.set()
             if self._options.number == 0:
-                self._send(Done(0))
+                self._send(NodeDone(0))
 
     def _lost(self, link: Connection, how: str) -> None:
         node = next((node for node, each in self._links.items() if each is link), None)
         if node is not None and not self._all_done.is_set():
             del self._links[node]
-            self._end(End(node, f"the launcher of node {node} was lost: {how}", LOST_CODE))
+            self._end(NodeEnd(node, f"the launcher of node {node} was lost: {how}", LOST_CODE))
 
-    def _end(self, end: End) -> None:
+    def _end(self, end: NodeEnd) -> None:
         """Handle the end that another node has sent, and pass it on from node 0."""
         if self._ended:
             return
@@ -216,14 +216,14 @@ class Nodes:
         """Tell the other nodes that the run has to end, for a reason here. Idempotent."""
         if not self._ended:
             self._ended = True
-            self._send(End(self._options.number, reason, code, signal))
+            self._send(NodeEnd(self._options.number, reason, code, signal))
 
     async def finish(self) -> None:
         """Report that the ranks of this node have succeeded, and wait until those of all nodes have."""
         if self._options.number == 0:
             self._note_done(0)
         else:
-            self._send(Done(self._options.number))
+            self._send(NodeDone(self._options.number))
         await self._all_done.wait()
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -213,6 +214,12 @@ async def join_existing(
             raise RendezvousError(f"no rank of comm {name!r} has added this process within {limit:g} s") from None
     finally:
         await meeting.aclose()
+    here, homes = socket.gethostname(), sorted({contact.host for contact in invitation.contacts})
+    if here not in homes and not any(contact.port for contact in invitation.contacts):
+        raise RendezvousError(
+            f"comm {name!r} has all its ranks on host {homes[0]!r}, and only processes there can join it; "
+            f"this is {here!r}"
+        )
     joiner = Joiner(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
     try:
         backends = _backends(invitation, name, device, requested, allowed)

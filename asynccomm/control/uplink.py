@@ -1,7 +1,8 @@
 """Connects a rank to the rank above it, which changes as ranks go, and detects ranks that do not listen any more.
 
-A rank that refuses connections has gone, or does not listen yet; it counts as lost only after ``REFUSED_SECONDS``. The
-root also checks the ranks that should be connected to it and are not: no other rank may have seen them go.
+A rank that refuses connections has gone, or does not listen yet; it counts as lost only after ``REFUSED_SECONDS``. A
+rank on a host that cannot be reached counts as lost after ``REACH_SECONDS``. The root also checks the ranks that should
+be connected to it and are not: no other rank may have seen them go.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from asynccomm.control.transport.schema import JsonObject
 RETRY_SECONDS: Final = 0.02  # between attempts to reach the rank above
 REFUSED_SECONDS: Final = 0.2  # after which a rank that does not listen, without news of its leave, counts as lost
 NOT_THERE: Final = "it does not listen any more"
+UNREACHED: Final = "its host cannot be reached"
 
 
 @final
@@ -49,6 +51,7 @@ class Uplink:
         self._attached = attached
         self._connecting: asyncio.Task[None] | None = None
         self._search: asyncio.Task[None] | None = None
+        self._unreached: dict[int, float] = {}  # by absent rank, the time of the first attempt without an answer
         self._closed = False
 
     def connect(self) -> None:
@@ -116,11 +119,22 @@ class Uplink:
         router, now = self._router, asyncio.get_running_loop().time
         refused: dict[int, float] = {}  # by rank, the time of its first refusal
         while True:
-            for rank in router.absent:
-                if await listens(router.topology.contacts[rank], self._same_host(rank)):
+            absent, began = router.absent, now()
+            self._unreached = {rank: since for rank, since in self._unreached.items() if rank in absent}
+            answers = await asyncio.gather(
+                *(listens(router.topology.contacts[rank], self._same_host(rank)) for rank in absent)
+            )
+            for rank, answer in zip(absent, answers, strict=True):
+                if answer is not False:
                     refused.pop(rank, None)
-                elif now() - refused.setdefault(rank, now()) > REFUSED_SECONDS and rank in router.absent:
+                if answer is not None:
+                    self._unreached.pop(rank, None)
+                if rank not in router.absent:
+                    continue
+                if answer is False and now() - refused.setdefault(rank, now()) > REFUSED_SECONDS:
                     router.declare_lost(rank, NOT_THERE)
+                elif answer is None and now() - self._unreached.setdefault(rank, began) >= REACH_SECONDS:
+                    router.declare_lost(rank, UNREACHED)
             if not refused.keys() & set(router.absent):
                 return  # listening ranks will connect; the next heartbeat checks again
             await asyncio.sleep(RETRY_SECONDS)

@@ -37,7 +37,7 @@ def test_an_unknown_option_shows_the_usage_of_its_command(capsys: pytest.Capture
         main(["run", "-n", "2", "--frob", "x.py"])
     assert ended.value.code == 2
     err = capsys.readouterr().err
-    assert err.startswith("usage: asynccomm run -n N [options]")
+    assert err.startswith("usage: asynccomm run [--nodes N --node-rank K --store HOST:PORT] -n N [options]")
     assert err.endswith("error: unrecognized arguments: --frob\n")
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynccomm.cli import nodes as module
-from asynccomm.cli.nodes import End, NodeOptions, Nodes, Plan
+from asynccomm.cli.nodes import NodeEnd, NodeOptions, Nodes, Plan
 from asynccomm.errors import RendezvousError
 from asynccomm.store.server import StoreServer, listen, serve
 from tests.waiting import until
@@ -19,10 +19,10 @@ class Run:
     def __init__(self, port: int) -> None:
         self._port = port
         self.nodes: list[Nodes] = []
-        self.ends: list[list[End]] = []
+        self.ends: list[list[NodeEnd]] = []
 
     def add(self, number: int, count: int, ranks: int = 2) -> Nodes:
-        ends: list[End] = []
+        ends: list[NodeEnd] = []
         options = NodeOptions(number, count, "127.0.0.1", self._port)
         node = Nodes(options, ranks, f"run {number}", ends.append)
         self.ends.append(ends)
@@ -73,7 +73,7 @@ async def test_the_end_of_one_node_reaches_all_others_once(run: Run, number: int
     run.nodes[number].end("again", 4)
     others = [ends for node, ends in enumerate(run.ends) if node != number]
     await until(lambda: all(others))
-    assert others == [[End(number, "rank 7 ended with exit code 3", 3)]] * 2
+    assert others == [[NodeEnd(number, "rank 7 ended with exit code 3", 3)]] * 2
     assert run.ends[number] == []
 
 

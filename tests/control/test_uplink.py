@@ -181,6 +181,25 @@ async def test_the_root_misses_who_does_not_listen_and_waits_for_who_does(monkey
         assert len(here.tasks) == 2, "rank 1 may still go"
 
 
+async def test_the_root_misses_a_rank_on_a_host_that_stays_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[int, list[bool | None]] = {1: [None, True, None, None], 2: [True, True, True, True]}
+
+    async def listens(contact: RankAddress, local: bool) -> bool | None:
+        return answers[contact.rank].pop(0)
+
+    monkeypatch.setattr(uplink, "listens", listens)
+    async with slope(0) as here:
+        for seconds in (1e9, 1e9, 1e9):  # once in between it has answered
+            monkeypatch.setattr(uplink, "REACH_SECONDS", seconds)
+            here.uplink.check_absent()
+            await here.tasks[-1]
+            assert here.router.gone == {}
+        monkeypatch.setattr(uplink, "REACH_SECONDS", 0.0)
+        here.uplink.check_absent()
+        await here.tasks[-1]
+        assert here.router.gone == {1: uplink.UNREACHED}
+
+
 async def test_nothing_begins_once_it_is_closed() -> None:
     for rank in (0, 1):
         async with slope(rank) as here:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, Self, TypeAlias, final
 
 from msgspec import Meta
 
-from asynccomm.control.timing import RETRY_SECONDS
+from asynccomm.control.timing import REACH_SECONDS, RETRY_SECONDS
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
 from asynccomm.control.transport.schema import JsonObject, Message, MessageError, TaggedMessage, decode
 from asynccomm.control.transport.sockets import peer_user
@@ -28,6 +28,7 @@ from asynccomm.control.transport.topology import RankAddress
 UNSENT_BYTES: Final = 64 << 20  # unsent data after which a peer that does not read counts as lost
 KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # a silent host is lost after about 11 s
 USER_TIMEOUT_MS: Final = 10_000  # for a host to acknowledge sent data
+UNREACHABLE: Final = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 ENDED: Final = "its control connection ended"  # the prefix of most reasons
 
@@ -264,31 +265,38 @@ async def _connect(
             await loop.create_unix_connection(lambda: connection, sock=sock)
         else:
             assert not isinstance(address, str)
-            await loop.create_connection(lambda: connection, *address)
+            async with asyncio.timeout(REACH_SECONDS):  # the system's own limit is about two minutes
+                await loop.create_connection(lambda: connection, *address)
         connection.send(Hello(tokens.ask, who))
         await answer
         return connection
-    except BaseException:
+    except BaseException as exc:
         answer.cancel()
         if not answer.cancelled():
             answer.exception()  # marks the exception as retrieved
         connection.close()
+        if isinstance(exc, TimeoutError) and not exc.errno:
+            raise OSError(errno.ETIMEDOUT, f"no answer within {REACH_SECONDS:g} s") from None
         raise
 
 
-async def listens(contact: RankAddress, local: bool) -> bool:
-    """Whether a rank may still listen; False: the system of its host refuses the connection."""
+async def listens(contact: RankAddress, local: bool) -> bool | None:
+    """Whether a rank may still listen.
+
+    Returns: False: the system of its host refuses the connection; None: its host cannot be reached.
+    """
     loop = asyncio.get_running_loop()
     address: Any = f"\0{contact.local}" if local and contact.local else (contact.address, contact.port)
     try:
         if isinstance(address, str):
             with await _local(address) as sock:
                 return peer_user(sock) == os.geteuid()
-        transport, _ = await loop.create_connection(asyncio.Protocol, *address)
+        async with asyncio.timeout(REACH_SECONDS):
+            transport, _ = await loop.create_connection(asyncio.Protocol, *address)
     except ConnectionRefusedError:
         return False
-    except OSError:
-        return True
+    except OSError as exc:
+        return None if isinstance(exc, TimeoutError) or exc.errno in UNREACHABLE else True
     transport.abort()
     return True
 
