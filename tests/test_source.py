@@ -117,7 +117,17 @@ def test_a_class_name_means_one_class() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(name)
     # names of other libraries in ``compat``, and the same role in two backends
-    twins = {"Backend", "Work", "HazardTracker", "PointToPoint", "TorchWork", "CommOptions", "BatchSendRecv", "P2POp"}
+    twins = {
+        "Backend",
+        "Work",
+        "HazardTracker",
+        "PointToPoint",
+        "TorchWork",
+        "CommOptions",
+        "BatchSendRecv",
+        "P2POp",
+        "ReduceOp",
+    }
     several = {name: modules for name, modules in found.items() if len(modules) > 1 and name not in twins}
     assert not several, several
 

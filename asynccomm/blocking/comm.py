@@ -13,7 +13,7 @@ import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, Self, SupportsIndex, TypeVar, final
+from typing import Any, Concatenate, Final, ParamSpec, Self, SupportsIndex, TypeAlias, TypeVar, final
 
 from asynccomm.blocking.loop_thread import EXIT_SECONDS, at_exit, on_a_thread
 from asynccomm.blocking.portal import Portal
@@ -35,48 +35,53 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _here(method: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate[BlockingComm, P], T]:
-    """A method of the comm that any thread may call."""
+Place: TypeAlias = Callable[..., Any]  # an empty function that a twin replaces, so that type checkers see the twin
+
+
+def _here(method: Callable[Concatenate[Comm, P], T]) -> Callable[[Place], Callable[Concatenate[BlockingComm, P], T]]:
+    """A decorator: in place of the function, a method of the comm that any thread may call."""
 
     @functools.wraps(method)
     def called(self: BlockingComm, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return method(self.comm, *args, **kwargs)
 
-    return called
+    return lambda _: called
 
 
-def _there(method: Callable[Concatenate[Comm, P], Awaitable[T]]) -> Callable[Concatenate[BlockingComm, P], T]:
-    """The blocking twin of a coroutine method."""
+def _there(
+    method: Callable[Concatenate[Comm, P], Awaitable[T]],
+) -> Callable[[Place], Callable[Concatenate[BlockingComm, P], T]]:
+    """A decorator: in place of the function, the blocking twin of a coroutine method."""
 
     @functools.wraps(method)
     def called(self: BlockingComm, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._portal.call(lambda: method(self.comm, *args, **kwargs))
 
-    return called
+    return lambda _: called
 
 
 def _making(
     method: Callable[Concatenate[Comm, P], PendingComm[Comm]],
-) -> Callable[Concatenate[BlockingComm, P], BlockingComm]:
-    """The blocking twin of a method that makes a comm."""
+) -> Callable[[Place], Callable[Concatenate[BlockingComm, P], BlockingComm]]:
+    """A decorator: in place of the function, the blocking twin of a method that makes a comm."""
 
     @functools.wraps(method)
     def called(self: BlockingComm, /, *args: P.args, **kwargs: P.kwargs) -> BlockingComm:
         return connected(lambda: method(self.comm, *args, **kwargs))
 
-    return called
+    return lambda _: called
 
 
 def _making_some(
     method: Callable[Concatenate[Comm, P], PendingComm[Comm | None]],
-) -> Callable[Concatenate[BlockingComm, P], BlockingComm | None]:
-    """The blocking twin of a method that makes a comm on some ranks."""
+) -> Callable[[Place], Callable[Concatenate[BlockingComm, P], BlockingComm | None]]:
+    """As ``_making``, for a method that makes a comm on some ranks."""
 
     @functools.wraps(method)
     def called(self: BlockingComm, /, *args: P.args, **kwargs: P.kwargs) -> BlockingComm | None:
         return connected_or_none(lambda: method(self.comm, *args, **kwargs))
 
-    return called
+    return lambda _: called
 
 
 @final
@@ -99,30 +104,63 @@ class BlockingComm(Collectives, VariableCollectives, CoalescedCollectives, P2P, 
     def __init__(self, comm: Comm, portal: Portal) -> None:
         """Not for users: see :func:`asynccomm.blocking.new_comm`."""
         vars(self).update(vars(comm))  # one state, to which both belong
-        self.comm: Final = comm  #: the awaitable comm, for functions that take one; its loop runs in a thread
+        self.comm: Final[Comm] = comm  #: the awaitable comm, for functions that take one; its loop runs in a thread
         self._portal = portal
         at_exit(self)
 
-    monitored_barrier = _here(Comm.monitored_barrier)
-    time_estimator = _here(Comm.time_estimator)
-    coalesce = _here(Comm.coalesce)
-    graph_capture = _here(Comm.graph_capture)
-    set_timeout = _here(Comm.set_timeout)
-    extend_timeout = _here(Comm.extend_timeout)
-    abort = _here(Comm.abort)
+    @_here(Comm.monitored_barrier)
+    def monitored_barrier(self) -> Any: ...
 
-    diagnose = _there(Comm.diagnose)
-    ready = _there(Comm.ready)
-    preempted = _there(Comm.preempted)
-    newcomers = _there(Comm.newcomers)
+    @_here(Comm.time_estimator)
+    def time_estimator(self) -> Any: ...
 
-    dup = _making(Comm.dup)
-    subgroups = _making(Comm.subgroups)
-    subgroups_by_enumeration = _making_some(Comm.subgroups_by_enumeration)
-    intra_node = _making(Comm.intra_node)
-    inter_node = _making_some(Comm.inter_node)
-    shrink = _making(Comm.shrink)
-    reconfigure = _making(Comm.reconfigure)
+    @_here(Comm.coalesce)
+    def coalesce(self) -> Any: ...
+
+    @_here(Comm.graph_capture)
+    def graph_capture(self) -> Any: ...
+
+    @_here(Comm.set_timeout)
+    def set_timeout(self) -> Any: ...
+
+    @_here(Comm.extend_timeout)
+    def extend_timeout(self) -> Any: ...
+
+    @_here(Comm.abort)
+    def abort(self) -> Any: ...
+
+    @_there(Comm.diagnose)
+    def diagnose(self) -> Any: ...
+
+    @_there(Comm.ready)
+    def ready(self) -> Any: ...
+
+    @_there(Comm.preempted)
+    def preempted(self) -> Any: ...
+
+    @_there(Comm.newcomers)
+    def newcomers(self) -> Any: ...
+
+    @_making(Comm.dup)
+    def dup(self) -> Any: ...
+
+    @_making(Comm.subgroups)
+    def subgroups(self) -> Any: ...
+
+    @_making_some(Comm.subgroups_by_enumeration)
+    def subgroups_by_enumeration(self) -> Any: ...
+
+    @_making(Comm.intra_node)
+    def intra_node(self) -> Any: ...
+
+    @_making_some(Comm.inter_node)
+    def inter_node(self) -> Any: ...
+
+    @_making(Comm.shrink)
+    def shrink(self) -> Any: ...
+
+    @_making(Comm.reconfigure)
+    def reconfigure(self) -> Any: ...
 
     def split(
         self,
@@ -200,7 +238,7 @@ def connected_or_none(make: Callable[[], PendingComm[Any]]) -> BlockingComm | No
     return made
 
 
-def _maker(make: Callable[P, PendingComm[Comm]], example: str) -> Callable[P, BlockingComm]:
+def _maker(make: Callable[P, PendingComm[Comm]], example: str) -> Callable[[Place], Callable[P, BlockingComm]]:
     @functools.wraps(make)
     def blocking(*args: P.args, **kwargs: P.kwargs) -> BlockingComm:
         return connected(lambda: make(*args, **kwargs))
@@ -215,12 +253,19 @@ def _maker(make: Callable[P, PendingComm[Comm]], example: str) -> Callable[P, Bl
     Blocks until all ranks have connected. Raises: the errors of the call and of awaiting it; WouldBlockError on a
     thread with a running event loop. Ctrl-C cancels it.
     """
-    return blocking
+    return lambda _: blocking
 
 
-new_comm = _maker(new_awaitable, "new_comm()")
-join_comm = _maker(join_awaitable, "join_comm()")
-pair_comm = _maker(pair_awaitable, 'pair_comm("trainer", "server 3", store="tcp://host:port")')
+@_maker(new_awaitable, "new_comm()")
+def new_comm() -> Any: ...
+
+
+@_maker(join_awaitable, "join_comm()")
+def join_comm() -> Any: ...
+
+
+@_maker(pair_awaitable, 'pair_comm("trainer", "server 3", store="tcp://host:port")')
+def pair_comm() -> Any: ...
 
 
 def coalesce(*comms: BlockingComm, max_bytes: int | None = None, max_ops: int | None = None) -> CoalesceScope:

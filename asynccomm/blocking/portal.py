@@ -130,7 +130,7 @@ class Portal:
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._process: Final = os.getpid()
-        self.held = True  #: whether this hold is in force
+        self.held: bool = True  #: whether this hold is in force
         portal = loops().__enter__()
         self.loop: Final = portal.call(asyncio.get_running_loop) if loop is None else loop
 

@@ -222,7 +222,7 @@ class _DictReceiver:
         self._schema: Schema | None = None
         self._values: IncomingObject | None = None
         self._tensors: list[Tensor] = []
-        self.arrived = False  #: whether the tensors have arrived
+        self.arrived: bool = False  #: whether the tensors have arrived
         self.shares: list[tuple[Tensor, Tensor]] = []  #: flat tensors to gather, each with the share that is received
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:

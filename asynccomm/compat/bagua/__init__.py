@@ -32,7 +32,7 @@ from asynccomm.compat.bagua.communication import scatter as scatter
 from asynccomm.compat.bagua.communication import scatter_inplace as scatter_inplace
 from asynccomm.compat.bagua.communication import send as send
 from asynccomm.compat.bagua.groups import BaguaProcessGroup as BaguaProcessGroup
-from asynccomm.compat.bagua.groups import Communicator as Communicator
+from asynccomm.compat.bagua.groups import BaguaSingleCommunicatorPy as BaguaSingleCommunicatorPy
 from asynccomm.compat.bagua.groups import destroy_process_group as destroy_process_group
 from asynccomm.compat.bagua.groups import from_torch_group as from_torch_group
 from asynccomm.compat.bagua.groups import get_local_rank as get_local_rank
@@ -45,7 +45,7 @@ from asynccomm.compat.bagua.reduction import ReduceOp as ReduceOp
 
 __all__ = [
     "BaguaProcessGroup",
-    "Communicator",
+    "BaguaSingleCommunicatorPy",
     "ReduceOp",
     "allgather",
     "allgather_inplace",

@@ -14,68 +14,74 @@ import torch
 from torch import Tensor
 
 from asynccomm.comm.comm import Comm
-from asynccomm.compat.bagua.groups import Communicator, default_communicator, trusts_values_only
+from asynccomm.compat.bagua.groups import BaguaSingleCommunicatorPy, default_communicator, trusts_values_only
 from asynccomm.compat.bagua.reduction import ReduceOp, reduction
 from asynccomm.compat.either import at_once, outcome
 from asynccomm.core.work import Work
 
 
-def send(tensor: Tensor, dst: int, comm: Communicator | None = None) -> Any:
+def send(tensor: Tensor, dst: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Send ``tensor`` to rank ``dst``."""
     return _run(comm, lambda c: c.send(tensor, dst))
 
 
-def recv(tensor: Tensor, src: int, comm: Communicator | None = None) -> Any:
+def recv(tensor: Tensor, src: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Receive a tensor from rank ``src`` into ``tensor``."""
     return _run(comm, lambda c: c.recv(tensor, src))
 
 
-def broadcast(tensor: Tensor, src: int = 0, comm: Communicator | None = None) -> Any:
+def broadcast(tensor: Tensor, src: int = 0, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Copy ``tensor`` of rank ``src`` into that of all ranks."""
     return _run(comm, lambda c: c.broadcast(tensor, src))
 
 
-def broadcast_object(obj: object, src: int = 0, comm: Communicator | None = None) -> Any:
+def broadcast_object(obj: object, src: int = 0, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """The ``obj`` of rank ``src``, on all ranks; ``obj`` itself on a communicator without this process."""
     safe = trusts_values_only()
     return _run(comm, lambda c: c.broadcast_object(obj, src, weights_only=safe), lambda found: found, obj)
 
 
 def reduce(
-    send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: int = ReduceOp.SUM, comm: Communicator | None = None
+    send_tensor: Tensor,
+    recv_tensor: Tensor,
+    dst: int,
+    op: int = ReduceOp.SUM,
+    comm: BaguaSingleCommunicatorPy | None = None,
 ) -> Any:
     """Combine all ranks' ``send_tensor`` into ``recv_tensor`` of rank ``dst``; the others' are not changed."""
     return _run(comm, lambda c: c.reduce(send_tensor, dst, reduction(op), out=recv_tensor))
 
 
-def reduce_inplace(tensor: Tensor, dst: int, op: int = ReduceOp.SUM, comm: Communicator | None = None) -> Any:
+def reduce_inplace(
+    tensor: Tensor, dst: int, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None
+) -> Any:
     """Combine all ranks' ``tensor`` in place on rank ``dst``; the others' are not changed."""
     return _run(comm, lambda c: c.reduce(tensor, dst, reduction(op)))
 
 
 def allreduce(
-    send_tensor: Tensor, recv_tensor: Tensor, op: int = ReduceOp.SUM, comm: Communicator | None = None
+    send_tensor: Tensor, recv_tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None
 ) -> Any:
     """Combine all ranks' ``send_tensor`` into ``recv_tensor`` on all ranks, bitwise the same everywhere."""
     return _run(comm, lambda c: c.all_reduce(send_tensor, reduction(op), out=recv_tensor))
 
 
-def allreduce_inplace(tensor: Tensor, op: int = ReduceOp.SUM, comm: Communicator | None = None) -> Any:
+def allreduce_inplace(tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Combine all ranks' ``tensor`` in place on all ranks."""
     return _run(comm, lambda c: c.all_reduce(tensor, reduction(op)))
 
 
-def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: Communicator | None = None) -> Any:
+def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Collect all ranks' ``send_tensor`` in ``recv_tensor``, of ``nranks`` times as many elements."""
     return _run(comm, lambda c: c.all_gather_single(recv_tensor, send_tensor))
 
 
-def allgather_inplace(tensor: Tensor, comm: Communicator | None = None) -> Any:
+def allgather_inplace(tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Collect in ``tensor`` the chunks of all ranks; this rank's chunk is its input."""
     return _run(comm, lambda c: c.all_gather_single(_flat("tensor", tensor), _chunks(tensor, c.size)[c.rank]))
 
 
-def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: Communicator | None = None) -> Any:
+def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Collect all ranks' ``send_tensor`` in ``recv_tensor`` of rank ``dst``; the others' are not used."""
 
     def call(c: Comm) -> Work[Any]:
@@ -85,7 +91,7 @@ def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: Communicato
     return _run(comm, call)
 
 
-def gather_inplace(tensor: Tensor, count: int, dst: int, comm: Communicator | None = None) -> Any:
+def gather_inplace(tensor: Tensor, count: int, dst: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Collect ``count`` elements of each rank in ``tensor`` of rank ``dst``, of ``nranks * count`` elements."""
 
     def call(c: Comm) -> Work[Any]:
@@ -97,7 +103,7 @@ def gather_inplace(tensor: Tensor, count: int, dst: int, comm: Communicator | No
     return _run(comm, call)
 
 
-def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: Communicator | None = None) -> Any:
+def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Give each rank its chunk of ``send_tensor`` of rank ``src``; the others' are not used."""
 
     def call(c: Comm) -> Work[Any]:
@@ -107,7 +113,7 @@ def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: Communicat
     return _run(comm, call)
 
 
-def scatter_inplace(tensor: Tensor, count: int, src: int, comm: Communicator | None = None) -> Any:
+def scatter_inplace(tensor: Tensor, count: int, src: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Give each rank ``count`` elements of ``tensor`` of rank ``src``, which keeps its own in their place."""
 
     def call(c: Comm) -> Work[Any]:
@@ -120,13 +126,15 @@ def scatter_inplace(tensor: Tensor, count: int, src: int, comm: Communicator | N
 
 
 def reduce_scatter(
-    send_tensor: Tensor, recv_tensor: Tensor, op: int = ReduceOp.SUM, comm: Communicator | None = None
+    send_tensor: Tensor, recv_tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None
 ) -> Any:
     """Combine all ranks' ``send_tensor``, and give each rank its chunk in ``recv_tensor``."""
     return _run(comm, lambda c: c.reduce_scatter_single(recv_tensor, send_tensor, reduction(op)))
 
 
-def reduce_scatter_inplace(tensor: Tensor, op: int = ReduceOp.SUM, comm: Communicator | None = None) -> Any:
+def reduce_scatter_inplace(
+    tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None
+) -> Any:
     """Combine all ranks' ``tensor``; this rank's chunk of the result is in the first chunk, the rest is undefined."""
 
     def call(c: Comm) -> Work[Any]:
@@ -135,30 +143,30 @@ def reduce_scatter_inplace(tensor: Tensor, op: int = ReduceOp.SUM, comm: Communi
     return _run(comm, call)
 
 
-def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: Communicator | None = None) -> Any:
+def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Send chunk r of ``send_tensor`` to each rank r; chunk s of ``recv_tensor`` comes from rank s."""
     return _run(comm, lambda c: c.all_to_all_single(recv_tensor, send_tensor))
 
 
-def alltoall_inplace(tensor: Tensor, comm: Communicator | None = None) -> Any:
+def alltoall_inplace(tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """As :func:`alltoall`, with ``tensor`` for both."""
     return _run(comm, lambda c: c.all_to_all_single(tensor, tensor))
 
 
-def barrier(comm: Communicator | None = None) -> Any:
+def barrier(comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Wait until every rank has called it."""
     return _run(comm, lambda c: c.barrier())
 
 
 def _run(
-    comm: Communicator | None,
+    comm: BaguaSingleCommunicatorPy | None,
     call: Callable[[Comm], Work[Any]],
     finish: Callable[[Any], Any] = lambda _: None,
     absent: object = None,
 ) -> Any:
     """The result of ``call`` on the comm; ``absent`` if this process is not among the ranks."""
     here = default_communicator() if comm is None else comm
-    if not isinstance(here, Communicator):
+    if not isinstance(here, BaguaSingleCommunicatorPy):
         raise TypeError(f"comm must be a communicator of a BaguaProcessGroup, got {comm!r}")
     either = here.either
     if either is None:

@@ -21,7 +21,7 @@ from asynccomm.store.base import Store
 
 
 @final
-class Communicator(Handle):
+class BaguaSingleCommunicatorPy(Handle):
     """A communicator of some ranks; operations on one without this process return at once and do nothing.
 
     Args:
@@ -72,7 +72,7 @@ class BaguaProcessGroup:
         self.ranks: list[int] = list(ranks)
         self.stream = stream
         self.group_name = group_name
-        self._made: dict[str, Communicator] = {}
+        self._made: dict[str, BaguaSingleCommunicatorPy] = {}
         self._connect: Callable[[Callable[[EitherComm | None], Any]], Any] = self._split_off
 
     def get_global_communicator(self) -> Any:
@@ -89,7 +89,7 @@ class BaguaProcessGroup:
 
     def communicators(self) -> list[EitherComm]:
         """The comms made so far that belong to this group, the last first. Not for users."""
-        world = _state.world
+        world = _known.world
         found = [each.either for each in reversed(self._made.values())]
         return [either for either in found if either is not None and either is not world]
 
@@ -97,20 +97,20 @@ class BaguaProcessGroup:
         if kind in self._made:
             return at_once(self._made[kind])
 
-        def keep(comm: EitherComm | None) -> Communicator:
+        def keep(comm: EitherComm | None) -> BaguaSingleCommunicatorPy:
             stream = _default_stream() if self.stream is None else self.stream
-            return self._made.setdefault(kind, Communicator(comm, stream))
+            return self._made.setdefault(kind, BaguaSingleCommunicatorPy(comm, stream))
 
         return make(keep)
 
     def _part(self, kind: str, make: Callable[[EitherComm], Any]) -> Any:
-        def derive(whole: Communicator, then: Callable[[EitherComm | None], Any]) -> Any:
+        def derive(whole: BaguaSingleCommunicatorPy, then: Callable[[EitherComm | None], Any]) -> Any:
             here = whole.either
             return at_once(then(None)) if here is None else here.derive(lambda: make(here), then)
 
         def connect(then: Callable[[EitherComm | None], Any]) -> Any:
             whole = self.get_global_communicator()
-            return derive(whole, then) if isinstance(whole, Communicator) else _after(whole, derive, then)
+            return derive(whole, then) if isinstance(whole, BaguaSingleCommunicatorPy) else _after(whole, derive, then)
 
         return self._kept(kind, connect)
 
@@ -126,7 +126,7 @@ async def _after(whole: Any, derive: Callable[..., Any], then: Callable[[EitherC
 
 
 @final
-class _State:
+class _Known:
     """The default group of this process, and all groups made since."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class _State:
         self.lock = threading.Lock()
 
 
-_state = _State()
+_known = _Known()
 
 
 def init_process_group(
@@ -158,31 +158,31 @@ def init_process_group(
 
     Raises: RuntimeError if there is a default group.
     """
-    if _state.default is not None:
+    if _known.default is not None:
         raise RuntimeError("the default process group is initialized already")
 
     def keep(world: EitherComm | None) -> None:
         assert world is not None
         group = BaguaProcessGroup(range(world.comm.size), None, "bagua")
-        group._made["global"] = Communicator(world, None)
-        _state.world, _state.default, _state.weights_only = world, group, weights_only
-        _state.groups.append(group)
+        group._made["global"] = BaguaSingleCommunicatorPy(world, None)
+        _known.world, _known.default, _known.weights_only = world, group, weights_only
+        _known.groups.append(group)
 
     return EitherComm.make(lambda: new_comm(backend, device, name="bagua", store=store, timeout=timeout), keep)
 
 
 def is_initialized() -> bool:
     """Whether there is a default group."""
-    return _state.default is not None
+    return _known.default is not None
 
 
 def destroy_process_group() -> Any:
     """Close the communicators of all groups; in a coroutine, ``await`` the call. Bagua has no such function."""
-    global _state
-    comms = [comm for group in reversed(_state.groups) for comm in group.communicators()]
-    if _state.world is not None:
-        comms.append(_state.world)
-    _state = _State()
+    global _known
+    comms = [comm for group in reversed(_known.groups) for comm in group.communicators()]
+    if _known.world is not None:
+        comms.append(_known.world)
+    _known = _Known()
     return in_order([comm.close for comm in comms], _nothing)
 
 
@@ -195,43 +195,43 @@ def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | No
     chosen = list(range(size)) if ranks is None else sorted(ranks)
     if len(set(chosen)) < len(chosen) or not all(0 <= rank < size for rank in chosen) or not chosen:
         raise ValueError(f"ranks must be different ones in [0, {size}), got {ranks}")
-    return _remembered(BaguaProcessGroup(chosen, stream, f"group:{next(_state.numbers)}"))
+    return _remembered(BaguaProcessGroup(chosen, stream, f"group:{next(_known.numbers)}"))
 
 
 def from_torch_group(group: Any, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
     """A group of the ranks of torch's ``group``, which meets over its store. All ranks of ``group`` call this."""
     ranks = dist.get_process_group_ranks(group)
-    made = BaguaProcessGroup(ranks, stream, f"torch:{next(_state.numbers)}")
+    made = BaguaProcessGroup(ranks, stream, f"torch:{next(_known.numbers)}")
     made._connect = lambda then: EitherComm.make(lambda: wrap(group), then)
     return _remembered(made)
 
 
 def _remembered(group: BaguaProcessGroup) -> BaguaProcessGroup:
-    with _state.lock:
-        _state.groups.append(group)
+    with _known.lock:
+        _known.groups.append(group)
     return group
 
 
 def _world() -> EitherComm:
-    if _state.world is None:
+    if _known.world is None:
         raise RuntimeError("the default process group is not initialized: call init_process_group() first")
-    return _state.world
+    return _known.world
 
 
 def _default_stream() -> torch.cuda.Stream | None:
-    return None if _state.default is None else _state.default.stream
+    return None if _known.default is None else _known.default.stream
 
 
-def default_communicator() -> Communicator:
+def default_communicator() -> BaguaSingleCommunicatorPy:
     """The global communicator of the default group. Raises: RuntimeError without a default group."""
     _world()
-    assert _state.default is not None
-    return _state.default._made["global"]
+    assert _known.default is not None
+    return _known.default._made["global"]
 
 
 def trusts_values_only() -> bool:
     """Whether objects are safe values only."""
-    return _state.weights_only
+    return _known.weights_only
 
 
 def get_rank() -> int:

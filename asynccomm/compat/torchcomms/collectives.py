@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asynccomm.comm.comm import Comm
@@ -186,6 +187,18 @@ class TorchCollectiveMethods(Handle):
     def batch_op_create(self) -> BatchSendRecv:
         """Make a batch of sends and receives that start together."""
         return BatchSendRecv(self._comm.batch_op_create(), self._run)
+
+    # -- for operators ------------------------------------------------------------------------------------------------
+
+    def _all_reduce_out_place(self, input_: Tensor) -> Any:
+        out = torch.empty_like(input_, memory_format=torch.contiguous_format)
+        return self._comm.all_reduce(input_, out=out).wait()
+
+    def _all_gather_out_place(self, input_: Tensor, dim: int) -> Any:
+        return self._comm.all_gather_single(None, input_, dim).wait()
+
+    def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Any:
+        return self._comm.reduce_scatter_single(None, input_, dim=dim).wait()
 
     def _run(
         self, name: str, async_op: object, hints: Hints, timeout: Limit, method: Callable[..., Any], *args: Any

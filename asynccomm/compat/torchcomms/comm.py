@@ -16,6 +16,7 @@ from torch import distributed as dist
 from asynccomm.backends.base import Backend
 from asynccomm.comm.new_comm import new_comm as new_awaitable
 from asynccomm.comm.pending import PendingComm
+from asynccomm.compat import operators
 from asynccomm.compat.either import EitherComm, at_once
 from asynccomm.compat.torchcomms.collectives import Hints, Limit, TorchCollectiveMethods
 from asynccomm.compat.torchcomms.errors import refusing
@@ -108,6 +109,8 @@ class TorchComm(TorchCollectiveMethods):
         self._hooks = Hooks()
         self._hints: dict[str, str] | None = None
         self._handle = f"{name}:{uuids.uuid4().hex}"
+        self.operator_name: str = operators.unique_name(f"torchcomms/{name}")  #: for ``functional``
+        operators.register(self.operator_name, self)
 
     def _here(self) -> EitherComm:
         if self._finalized:

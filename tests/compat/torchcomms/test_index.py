@@ -49,6 +49,7 @@ SHOWN: Final = {
     "newer: set_hints, set_timeout": "comm::test_defaults_of_later_operations",
     "newer: abort, is_aborted": "comm::test_aborting",
     "newer: all_gather_v, reduce_scatter_v, gather_single, wait_blocking": OPERATIONS,
+    "newer: functional": "functional::test_a_compiled_function_keeps_the_operators",
     "errors": "errors::test_a_wrong_value_is_both_errors " + MAKING,
     "the rule of loops": (
         "comm::test_a_comm_of_a_thread_in_a_coroutine work::test_awaiting_gives_the_output_any_number_of_times"
@@ -75,6 +76,7 @@ ROWS: Final = {
     "`device_mesh.init_device_mesh(...)`": "device_mesh::test_training_over_a_mesh",
     "`register_pre_hook`, `register_post_hook`": "hooks::test_hooks_see_each_call_once",
     "`register_abort_hook`, `abort()`, `is_aborted()`": "comm::test_aborting",
+    "`functional`": "functional::test_a_compiled_function_keeps_the_operators",
     "`set_timeout`, `set_hints`": "comm::test_defaults_of_later_operations",
     "`window_allocate`, `TorchCommWindow`": "index::test_methods_that_are_not_here_are_listed",
 }
@@ -85,7 +87,6 @@ NOT_HERE: Final = {
     **{f"T{number} TorchCommWindow": WINDOWS for number in range(46, 52)},
     "newer: new_window, tensor_register": WINDOWS,
     "newer: get_mem_allocator": "memory of NCCL's own: no backend here has any",
-    "newer: functional": "torch.compile keeps compat.vllm's operators, and torch's functional collectives on a mesh",
     "newer: hooks.FlightRecorderHook": "compat.c10d has a flight recorder; Comm.diagnose() asks all ranks",
     "newer: hooks.NanCheckHook, clog": "a pre hook can check and write; ready-made ones are not here",
     "newer: all_gather_p_init, get_device_transport, transport, distwrap": "of single backends; nothing here has these",

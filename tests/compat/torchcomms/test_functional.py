@@ -1,0 +1,43 @@
+"""Operators by a TorchComm, called and compiled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm import Comm
+from asynccomm.compat import torchcomms
+from asynccomm.compat.torchcomms import functional
+
+
+@pytest.mark.ranks(2, backend=["shm", "gloo"])
+async def test_a_compiled_function_keeps_the_operators(comm: Comm) -> None:
+    def program() -> None:
+        main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "functional")
+        mine = torch.full((2, 2), float(comm.rank))
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            gathered = functional.all_gather_single(main, functional.all_reduce(main, x) + x, 1)
+            return functional.reduce_scatter_single(main, gathered)
+
+        expected = layer(mine)
+        assert expected.tolist() == [[2, 2, 4, 4]]
+        assert mine.eq(comm.rank).all()
+        codes: list[str] = []
+
+        def look(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+            codes.append(graph.code)
+            return graph.forward  # type: ignore[no-any-return]
+
+        assert torch.compile(layer, backend=look, fullgraph=True)(mine).equal(expected)
+        (code,) = codes
+        assert [name in code for name in ("all_reduce", "all_gather", "reduce_scatter")] == [True] * 3
+        main.finalize()
+        with pytest.raises(RuntimeError, match="finalized"):
+            functional.all_reduce(main, mine)
+
+    await asyncio.to_thread(program)
