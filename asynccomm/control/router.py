@@ -242,6 +242,7 @@ class Router:
                     return  # sent before the rank was gone
             elif isinstance(body, Presence):  # no other message: a repeated message may come from any rank
                 self._routes[source] = link
+                self.last_heard.setdefault(source, now)  # it may stop before the first heartbeat
             if isinstance(body, Heartbeat):
                 self.last_heard.update(
                     (rank, now - age) for rank, age in body.ages.items() if rank in self.topology.contacts

@@ -334,6 +334,12 @@ def test_who_becomes_the_root_takes_what_waited_for_it() -> None:
 # -- heartbeats -------------------------------------------------------------------------------------------------------
 
 
+def test_a_rank_behind_another_is_silent_from_its_first_message_on() -> None:
+    """It may stop before the leader of its host has sent a heartbeat."""
+    tree = up("abb")
+    assert tree.places[0].router.silence(2) is not None
+
+
 def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

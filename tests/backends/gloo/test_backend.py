@@ -182,12 +182,12 @@ async def test_an_error_does_not_keep_the_groups() -> None:
     groups = [weakref.ref(gloo) for gloo in gloos]
     gloos[0].poison()
     del gloos
-    work, other = [comm.all_reduce(torch.ones(3000)) for comm in comms]  # more than frames carry; gloo refuses it
-    with pytest.raises(BackendError, match=r"gloo (could not start|failed in) all_reduce") as caught:
-        await work
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(BrokenError):
-        await other
+    works = [comm.all_reduce(torch.ones(3000)) for comm in comms]  # more than frames carry; gloo refuses it
+    errors = await asyncio.gather(*works, return_exceptions=True)
+    assert all(isinstance(error, BrokenError) for error in errors)
+    (first, *_) = [error for error in errors if isinstance(error.__cause__, RuntimeError)]  # the other may report it
+    assert re.search(r"gloo (could not start|failed in) all_reduce", str(first))
+    del errors, first, works
     await asyncio.gather(*(comm.aclose() for comm in comms))
     assert [group() for group in groups] == [None, None]
 
