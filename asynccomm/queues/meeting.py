@@ -165,7 +165,7 @@ def _attach_source(
     lost: AsyncCommError,
     transport: socket.socket | Streams,
 ) -> Bridge | None:
-    """Read a ring whose writer is at the other end of ``transport``; returns the bridge of TCP, to be run."""
+    """Read the ring of the writer at the other end of ``transport``; returns the bridge of TCP, to be run."""
     source = Source(segment, welcome, label, lost)
     sock, bridge = transport, None
     if not isinstance(sock, socket.socket):

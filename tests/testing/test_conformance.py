@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from asynccomm.ops import (
     variable,
 )
 from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.queues.reading import ReadingEnd
 from asynccomm.serialization.objects import IncomingObject
 from asynccomm.serialization.tensor_dicts import Schema, Slices
 from asynccomm.testing.conformance import CHECKS, check_backend
@@ -369,6 +371,17 @@ def merges_across_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What is broken, how, and the check that must see it.
+def loses_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = ReadingEnd.next
+    calls = itertools.count()
+
+    def next_or_lost(end: ReadingEnd) -> tuple[Any] | None:
+        found = kept(end)
+        return kept(end) if found is not None and next(calls) % 7 == 6 else found
+
+    monkeypatch.setattr(ReadingEnd, "next", next_or_lost)
+
+
 BROKEN: dict[str, tuple[Patch, str]] = {
     "swapped chunks": (patch_perform(swapped_chunks), "all_to_all_single_in_and_out_of_place"),
     "an element missing": (patch_perform(forgets_the_last_element), "all_gather_list_and_single"),
@@ -410,6 +423,7 @@ BROKEN: dict[str, tuple[Patch, str]] = {
     "shares mixed up": (sends_the_first_share, "shares_of_dicts_from_group_to_group"),
     "ranks sorted": (sorts_ranks, "groups_in_order_and_permuted"),
     "conflicts ignored": (merges_across_conflicts, "operations_on_the_same_tensors_in_one_scope"),
+    "item lost": (loses_an_item, "queues_carry_items_beside_collectives"),
     "nothing monitored": (monitors_nothing, "monitored_barriers_name_who_is_missing"),
 }
 
