@@ -240,10 +240,10 @@ def _attach_target(
         end.fail(ClosedError(f"{label} has closed the queue") if orderly else lost)
 
     if isinstance(transport, socket.socket):
-        end.attach(Target(label, Doorbell(transport, end.pump, ended)))
+        end.write_to(Target(label, Doorbell(transport, end.pump, ended)))
         return None
     mine, bridges = bell_pair()
-    slot, _ = end.attach(Target(label, Doorbell(mine, end.pump, ended), bridged=True))
+    slot = end.write_to(Target(label, Doorbell(mine, end.pump, ended), bridged=True))
     return send_frames(segment, welcome.ring, slot, welcome.drops, bridges, transport)
 
 

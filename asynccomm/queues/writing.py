@@ -87,9 +87,18 @@ class WritingEnd:
                 self._words[word + SLEEPING] = 0
                 self._words[word + TAIL] = self._writer.head
                 self._fence.full()
-                self.targets[slot] = target
-                self._writer.set_slots(tuple(self.targets))
+                self._add(slot, target)
             return slot, self.number + int(bool(self._pending) and self._pending[0].item.begun)
+
+    def write_to(self, target: Target) -> int:
+        """The slot of the only reader, which has made the ring, and may sleep in it already."""
+        with self._lock:
+            self._add(0, target)
+        return 0
+
+    def _add(self, slot: int, target: Target) -> None:
+        self.targets[slot] = target
+        self._writer.set_slots(tuple(self.targets))
 
     def detach(self, slot: int) -> None:
         """Wait for this reader no more. On the loop."""
