@@ -33,7 +33,7 @@ from asynccomm.queues.layout import (
     largest_payload,
     slot_word,
 )
-from asynccomm.queues.ring import FULL, WAKE, Frame, RingReader, RingWriter
+from asynccomm.queues.ring import FULL, WAKE, RingFrame, RingReader, RingWriter
 
 _END: Final = 0
 CHUNK: Final = 256 << 10  # bytes that are sent at once
@@ -128,7 +128,7 @@ def _next_chunk(reader: Any) -> tuple[bytearray, int]:
     """Frames that are there, and whether the writer waits for room."""
     chunk, waits = bytearray(), 0
     while len(chunk) < CHUNK and (found := reader.peek()) is not None:
-        frame = Frame(*found)
+        frame = RingFrame(*found)
         data = ctypes.string_at(frame.address, frame.nbytes)
         if reader.valid():
             chunk += header.pack(*frame[:6]) + data

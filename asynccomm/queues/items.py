@@ -11,14 +11,14 @@ from torch import Tensor
 from asynccomm.errors import PayloadError, PayloadTypeError
 from asynccomm.queues.layout import BYTES, OBJECT, framed
 from asynccomm.queues.options import QueueOptions
-from asynccomm.queues.ring import FULL, WAKE, Frame
+from asynccomm.queues.ring import FULL, WAKE, RingFrame
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode
 
 _SOURCE: Final = -1  # an end may be no rank: its label is in the error
 
 
 @final
-class Outgoing:
+class OutgoingItem:
     """An item on its way into the ring. It refers to the memory of its tensors."""
 
     __slots__ = ("_at", "_head", "_kind", "_part", "_parts", "total")
@@ -77,12 +77,12 @@ def _nbytes(part: bytes | Tensor) -> int:
 
 
 @final
-class Incoming:
+class IncomingItem:
     """An item of several frames that is being read into its final memory."""
 
     __slots__ = ("_at", "_error", "_kind", "_left", "_options", "_part", "_parts", "_rest", "number", "object")
 
-    def __init__(self, frame: Frame, options: QueueOptions) -> None:
+    def __init__(self, frame: RingFrame, options: QueueOptions) -> None:
         self.number = frame.number
         self.object: IncomingObject | None = None
         self._kind, self._left, self._rest = frame.kind, frame.total, frame.total - frame.head
@@ -142,10 +142,10 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def decode(found: bytes | Incoming, label: str, options: QueueOptions) -> Any:
-    """The object of the head of a small item, or of an ``Incoming``. Raises: PayloadError."""
+def decode(found: bytes | IncomingItem, label: str, options: QueueOptions) -> Any:
+    """The object of the head of a small item, or of an ``IncomingItem``. Raises: PayloadError."""
     try:
-        if isinstance(found, Incoming):
+        if isinstance(found, IncomingItem):
             item = found.decode()
         else:
             item = IncomingObject(_SOURCE, found, 0).decode(weights_only=options.weights_only)

@@ -165,7 +165,7 @@ def _attach_source(
     lost: AsyncCommError,
     transport: socket.socket | Streams,
 ) -> Bridge | None:
-    """Read a ring whose writer is at the other end of ``transport``; returns the bridge of TCP, to be run."""
+    """Read the ring of the writer at the other end of ``transport``; returns the bridge of TCP, to be run."""
     source = Source(segment, welcome, label, lost)
     sock, bridge = transport, None
     if not isinstance(sock, socket.socket):
@@ -240,10 +240,10 @@ def _attach_target(
         end.fail(ClosedError(f"{label} has closed the queue") if orderly else lost)
 
     if isinstance(transport, socket.socket):
-        end.attach(Target(label, Doorbell(transport, end.pump, ended)))
+        end.write_to(Target(label, Doorbell(transport, end.pump, ended)))
         return None
     mine, bridges = bell_pair()
-    slot, _ = end.attach(Target(label, Doorbell(mine, end.pump, ended), bridged=True))
+    slot = end.write_to(Target(label, Doorbell(mine, end.pump, ended), bridged=True))
     return send_frames(segment, welcome.ring, slot, welcome.drops, bridges, transport)
 
 

@@ -11,10 +11,10 @@ from asynccomm.backends.shm.segment import Segment
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, PayloadError
 from asynccomm.queues.doorbell import Doorbell
 from asynccomm.queues.errors import EndOfQueueError, QueueError
-from asynccomm.queues.items import Incoming, check_class, decode
+from asynccomm.queues.items import IncomingItem, check_class, decode
 from asynccomm.queues.layout import ENDED, FAILED, OPEN, SLEEPING, STATE, WAITING, slot_word
 from asynccomm.queues.options import QueueOptions, QueueWelcome
-from asynccomm.queues.ring import Frame, RingReader
+from asynccomm.queues.ring import RingFrame, RingReader
 from asynccomm.queues.waiters import Waiters
 
 AHEAD: Final = 64  # items that are read at once
@@ -41,7 +41,7 @@ class Source:
         self._sleeping = slot_word(slot) + SLEEPING
         self._fence = Fence()
         self._ring, self._told = ring, self._reader.tail
-        self._item: Incoming | None = None
+        self._item: IncomingItem | None = None
         self._patience = 1
         self._broken = 0  # items that were dropped in their middle
 
@@ -66,17 +66,17 @@ class Source:
                 return 1
         moved = 0
         while moved < BUDGET and (frame := self._reader.peek()) is not None:
-            moved += self._read_frame(Frame(*frame), found, options) + 1
+            moved += self._read_frame(RingFrame(*frame), found, options) + 1
             if self._item is None:
                 break
         return moved
 
-    def _read_frame(self, frame: Frame, found: deque[Found], options: QueueOptions) -> int:
+    def _read_frame(self, frame: RingFrame, found: deque[Found], options: QueueOptions) -> int:
         item = self._item
         if frame.first or (item is not None and item.number != frame.number):
             if item is not None:  # its later frames were overwritten
                 self._broken += 1
-            item = Incoming(frame, options) if frame.first else None
+            item = IncomingItem(frame, options) if frame.first else None
         if item is not None and not item.feed(frame.address, frame.nbytes) and self._reader.valid():
             raise BackendError(f"the ring of a queue is corrupt: an item of {self.label} is longer than it says")
         if not self._reader.valid():
@@ -189,7 +189,7 @@ class ReadingEnd:
         return not self.sources and self._came >= max(self._expected or 0, 1)
 
     def _refill(self) -> bool:
-        """Read what is there; True: there are items now."""
+        """Read the items that are there; True: there are some now."""
         for source in list(self.sources):
             try:
                 moved = source.read(self._found, self._options)

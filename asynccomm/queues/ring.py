@@ -41,7 +41,7 @@ FULL, PUBLISHED, WAKE = 0, 1, 2  # results of ``put``
 _core: Final[Any] = load("asynccomm.queues._ring")
 
 
-class Frame(NamedTuple):
+class RingFrame(NamedTuple):
     """The header of a frame, and the address of its payload."""
 
     nbytes: int
@@ -120,7 +120,7 @@ class PythonReader:
         self._frame: tuple[int, ...] = ()
 
     def peek(self) -> tuple[int, int, int, int, int, int, int] | None:
-        """The next frame as a tuple of ``Frame``, None: there is none. Raises: BackendError."""
+        """The next frame as a tuple of ``RingFrame``, None: there is none. Raises: BackendError."""
         ring = self._ring
         while True:
             if self._drops and (floor := self._words[FLOOR]) > self.tail:
@@ -188,7 +188,7 @@ class PythonReader:
         """
         taken: list[bytes | tuple[bytes]] = []
         while len(taken) < items and nbytes > 0 and (found := self.peek()) is not None:
-            frame = Frame(*found)
+            frame = RingFrame(*found)
             if not frame.first or frame.nbytes != frame.total or (frame.kind == OBJECT and frame.head != frame.total):
                 break
             data = ctypes.string_at(frame.address, frame.nbytes)

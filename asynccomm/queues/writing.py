@@ -12,7 +12,7 @@ from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.segment import Segment
 from asynccomm.errors import AsyncCommError, ClosedError
 from asynccomm.queues.doorbell import Doorbell
-from asynccomm.queues.items import Outgoing
+from asynccomm.queues.items import OutgoingItem
 from asynccomm.queues.layout import (
     BYTES,
     ENDED,
@@ -49,7 +49,7 @@ class Put:
 
     __slots__ = ("done", "error", "item")
 
-    def __init__(self, item: Outgoing) -> None:
+    def __init__(self, item: OutgoingItem) -> None:
         self.item = item
         self.done = False
         self.error: AsyncCommError | None = None
@@ -87,9 +87,18 @@ class WritingEnd:
                 self._words[word + SLEEPING] = 0
                 self._words[word + TAIL] = self._writer.head
                 self._fence.full()
-                self.targets[slot] = target
-                self._writer.set_slots(tuple(self.targets))
+                self._add(slot, target)
             return slot, self.number + int(bool(self._pending) and self._pending[0].item.begun)
+
+    def write_to(self, target: Target) -> int:
+        """The slot of the only reader, which has made the ring, and may sleep in it already."""
+        with self._lock:
+            self._add(0, target)
+        return 0
+
+    def _add(self, slot: int, target: Target) -> None:
+        self.targets[slot] = target
+        self._writer.set_slots(tuple(self.targets))
 
     def detach(self, slot: int) -> None:
         """Wait for this reader no more. On the loop."""
@@ -109,8 +118,8 @@ class WritingEnd:
         if self._error is not None:
             raise self._error
 
-    def encode(self, item: object) -> Outgoing:
-        outgoing = Outgoing(item, weights_only=self._options.weights_only)
+    def encode(self, item: object) -> OutgoingItem:
+        outgoing = OutgoingItem(item, weights_only=self._options.weights_only)
         if self._drops and outgoing.frames(self._most) > self._ring:
             raise ValueError(
                 f"item must fit into the ring of {self._ring} bytes where the oldest items are dropped, "
@@ -152,7 +161,7 @@ class WritingEnd:
     def _behind(self, slot: int) -> int:
         return int(self._writer.head - self._words[slot_word(slot) + TAIL])
 
-    def put(self, outgoing: Outgoing) -> Put:
+    def put(self, outgoing: OutgoingItem) -> Put:
         """Put an item once the ring has room."""
         with self._lock:
             self.check()
@@ -204,7 +213,7 @@ class WritingEnd:
         """A reader has made room, or has gone. On the loop."""
         self.waiters.wake()
         with self._lock:
-            if self._pending and self._error is None:  # puts whose waits were abandoned
+            if self._pending and self._error is None:  # puts with abandoned waits
                 self._advance()
                 if self._pending and not self._arm():
                     self.waiters.loop.call_soon(self.pump)

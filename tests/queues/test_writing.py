@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from asynccomm import BackendError, ClosedError
-from asynccomm.queues.layout import FAILED, STATE, TAIL, WAITING, slot_word
+from asynccomm.queues.doorbell import Doorbell
+from asynccomm.queues.layout import FAILED, SLEEPING, STATE, TAIL, WAITING, slot_word
 from asynccomm.queues.options import QueueOptions
 from asynccomm.queues.ring import PythonReader
 from asynccomm.queues.writing import Target, WritingEnd
@@ -60,3 +63,17 @@ async def test_an_end_refuses_all_later_puts() -> None:
     assert not end.put_bytes(b"")
     with pytest.raises(ClosedError):
         end.put_now(b"")
+
+
+async def test_a_reader_that_made_the_ring_may_sleep_in_it_before_the_writer_comes() -> None:
+    segment = new_segment(RING)
+    segment.words[slot_word(0) + SLEEPING] = 1
+    end = WritingEnd(segment, RING, False, QueueOptions())
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell = Doorbell(theirs, lambda: None, lambda orderly: None)
+    end.write_to(Target("reader", bell))
+    assert end.put_bytes(b"item")
+    assert ours.recv(10) == b"w"
+    assert not segment.words[slot_word(0) + SLEEPING]
+    ours.close()
+    bell.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from asynccomm.ops import (
     variable,
 )
 from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.queues.reading import ReadingEnd
 from asynccomm.serialization.objects import IncomingObject
 from asynccomm.serialization.tensor_dicts import Schema, Slices
 from asynccomm.testing.conformance import CHECKS, check_backend
@@ -398,6 +400,17 @@ def signals_ahead_of_puts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows.LocalPart, "apply", apply_late)
 
 
+def loses_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = ReadingEnd.next
+    calls = itertools.count()
+
+    def next_or_lost(end: ReadingEnd) -> tuple[Any] | None:
+        found = kept(end)
+        return kept(end) if found is not None and next(calls) % 7 == 6 else found
+
+    monkeypatch.setattr(ReadingEnd, "next", next_or_lost)
+
+
 BROKEN: dict[str, tuple[Patch, str]] = {
     "swapped chunks": (patch_perform(swapped_chunks), "all_to_all_single_in_and_out_of_place"),
     "an element missing": (patch_perform(forgets_the_last_element), "all_gather_list_and_single"),
@@ -442,6 +455,7 @@ BROKEN: dict[str, tuple[Patch, str]] = {
     "sums written": (accumulates_by_writing, "accumulates_of_all_ranks_add_up"),
     "puts behind signals": (signals_ahead_of_puts, "windows_carry_puts_behind_signals"),
     "tokens read at the call": (reads_at_the_call, "tokens_that_an_operation_in_flight_writes"),
+    "item lost": (loses_an_item, "queues_carry_items_beside_collectives"),
     "nothing monitored": (monitors_nothing, "monitored_barriers_name_who_is_missing"),
 }
 

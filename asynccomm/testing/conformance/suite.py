@@ -23,6 +23,7 @@ from asynccomm.testing.conformance import (
     groups,
     inplace,
     objects,
+    queues,
     scopes,
     uneven,
     windows,
@@ -43,7 +44,7 @@ def _checks(module: ModuleType) -> list[Check]:
 
 
 _TENSORS = (collectives, works, dims, uneven, coalesced, inplace, aliasing, dtypes_and_views, batches, experts)
-_OTHERS = (objects, dicts, groups, concurrency, scopes, windows)
+_OTHERS = (objects, dicts, groups, concurrency, scopes, windows, queues)
 _HARMLESS = [check for module in (*_TENSORS, *_OTHERS) for check in _checks(module)]
 _BREAKING = _checks(failures)
 CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BREAKING]}
