@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 import asynccomm
 from asynccomm import Comm, ReduceOp, Stream, Work
+from asynccomm.blocking import BlockingComm
 
 
 @asynccomm.register_safe
@@ -57,6 +58,20 @@ async def packages() -> None:
         assert_type(comms[0], Comm)
         asynccomm.interop.mesh.init_device_mesh([comms[0]], ["dp"])
     asynccomm.compat.c10d.get_rank()
+
+
+def without_a_loop(tensor: Tensor, ranks: Sequence[int]) -> None:
+    with asynccomm.blocking.new_comm("gloo", timeout=3) as comm:
+        assert_type(comm, BlockingComm)
+        assert_type(comm.all_reduce(tensor).wait(), Tensor)
+        assert_type(comm.recv_object(0, expect=Settings).wait(), Settings)
+        assert_type(comm.preempted(), bool)
+        assert_type(comm.newcomers(), list[str])
+        assert_type(comm.dup("other", timeout=3), BlockingComm)
+        assert_type(comm.split(ranks, "some"), BlockingComm | None)
+        assert_type(comm.comm, Comm)
+        for item in comm.stream(0, expect=Settings):
+            assert_type(item, Settings)
 
 
 async def mistakes(comm: Comm, tensor: Tensor) -> None:

@@ -43,7 +43,6 @@ def test_operators_find_their_group_and_its_results_without_it() -> None:
         fake = results(torch.ones(4, 2), name)
     for one, other in zip(real, fake, strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-    torch.library.opcheck(torch.ops.asynccomm.all_reduce.default, (torch.ones(4), name))
     del group
     with pytest.raises(ValueError, match=f"group_name must be of a group that exists, got '{name}'"):
         results(torch.ones(4, 2), name)
@@ -59,6 +58,18 @@ def test_names_are_numbered_and_removed() -> None:
     operators.unregister(first)
     with pytest.raises(ValueError, match="numbered:0"):
         operators.group_called(first)
+
+
+@pytest.mark.exhaustive
+def test_torch_finds_the_operators_right() -> None:
+    name, group = operators.unique_name("checked"), Group()
+    operators.register(name, group)
+    for operator, arguments in (
+        (torch.ops.asynccomm.all_reduce, (name,)),
+        (torch.ops.asynccomm.all_gather, (1, 2, name)),
+        (torch.ops.asynccomm.reduce_scatter, (0, 2, name)),
+    ):
+        torch.library.opcheck(operator.default, (torch.ones(4, 2), *arguments))
 
 
 async def test_an_operator_does_not_block_a_loop() -> None:

@@ -14,7 +14,7 @@ from asynccomm.compat import torchcomms
 from asynccomm.compat.torchcomms import functional
 
 
-@pytest.mark.ranks(2, backend=["shm", "gloo"])
+@pytest.mark.ranks(2)
 async def test_a_compiled_function_keeps_the_operators(comm: Comm) -> None:
     def program() -> None:
         main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "functional")

@@ -116,7 +116,7 @@ def compiled(backend: str | Callable[..., Any], group: GroupCoordinator) -> None
             assert fast(x).allclose(expected, atol=1e-5)
 
 
-@pytest.mark.ranks(2, backend=["shm", "gloo"])
+@pytest.mark.ranks(2)
 async def test_a_compiled_model_keeps_the_calls_in_one_graph(comm: Comm) -> None:
     graphs: list[str] = []
 
