@@ -20,6 +20,7 @@ from asynccomm.blocking.portal import Portal
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.comm import coalesce as coalesce_comms
 from asynccomm.comm.methods.collectives import Collectives
+from asynccomm.comm.methods.experts import ExpertCollectives
 from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.objects import Objects
 from asynccomm.comm.methods.p2p import P2P
@@ -85,7 +86,9 @@ def _making_some(
 
 
 @final
-class BlockingComm(Collectives, VariableCollectives, CoalescedCollectives, P2P, Objects, TensorDicts):
+class BlockingComm(
+    Collectives, VariableCollectives, CoalescedCollectives, ExpertCollectives, P2P, Objects, TensorDicts
+):
     """A comm for programs without an event loop: the methods of :class:`asynccomm.Comm`, to be called from any thread.
 
     - Methods that return Works return them at once; ``work.wait(timeout)`` blocks the calling thread. On a thread with
@@ -96,7 +99,8 @@ class BlockingComm(Collectives, VariableCollectives, CoalescedCollectives, P2P, 
     - Leaving ``with`` by an exception, KeyboardInterrupt and SystemExit included, aborts the comm. A comm that is open
       when the process ends is closed; operations in flight have five seconds.
 
-    Errors, order, time limits and memory are as everywhere. A forked child gets ``ClosedError``.
+    Errors, order, time limits and memory are as everywhere. A forked child gets ``ClosedError``. Windows, queues and
+    events have no blocking form.
     """
 
     _instead = "make a comm there, by asynccomm.blocking.new_comm() or comm.split()"
@@ -116,6 +120,12 @@ class BlockingComm(Collectives, VariableCollectives, CoalescedCollectives, P2P, 
 
     @_here(Comm.coalesce)
     def coalesce(self) -> Any: ...
+
+    @_here(Comm.add_hook)
+    def add_hook(self) -> Any: ...
+
+    @_here(Comm.trace)
+    def trace(self) -> Any: ...
 
     @_here(Comm.graph_capture)
     def graph_capture(self) -> Any: ...
