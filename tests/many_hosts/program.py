@@ -103,8 +103,10 @@ async def going_on(comm: Comm, quorum: bool) -> Comm:
 async def admitting(comm: Comm) -> Comm:
     """The comm with one newcomer."""
     tell("waits")
-    while not (names := await comm.newcomers()):
+    names: list[str] = []
+    while comm.rank == 0 and not (names := await comm.newcomers()):  # others would not see one that is invited already
         await asyncio.sleep(0.02)
+    names = await comm.broadcast_object(names, root=0, expect=list)
     return await comm.reconfigure([*range(comm.size), *names])
 
 

@@ -122,6 +122,7 @@ def test_delay_and_jitter_are_no_failure(job: Job, tmp_path: Path) -> None:
         assert [rank.ends() for rank in ranks] == [0, 0, 0], [rank.text for rank in ranks]
 
 
+@pytest.mark.exhaustive
 def test_a_slow_link_is_no_failure(job: Job, tmp_path: Path) -> None:
     with hosts(2, tmp_path) as (one, two):
         for host in (one, two):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.hosts import hosts
 from tests.many_hosts.jobs import Job
 
@@ -18,6 +20,7 @@ def test_two_hosts_of_two_ranks_meet_without_any_hint(job: Job, tmp_path: Path) 
     assert found[0]["hosts"] == ["node0", "node0", "node1", "node1"]
 
 
+@pytest.mark.exhaustive
 def test_ranks_need_not_be_laid_out_host_by_host(job: Job, tmp_path: Path) -> None:
     with hosts(2, tmp_path) as (one, two):
         ranks = job.world([one, two, one], "use")

@@ -59,7 +59,7 @@ def launched(job: Job, host: Host, node: int, *command: str, folder: Path = ROOT
     return job.start(host, "-m", "asynccomm.cli.main", "run", *place, *command, directory=folder)
 
 
-@pytest.mark.parametrize("ipv4", [True, False])
+@pytest.mark.parametrize("ipv4", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_two_shells_train_the_digits_with_equal_weights(job: Job, tmp_path: Path, ipv4: bool) -> None:
     (tmp_path / "train.py").write_text(EQUAL_WEIGHTS)
     with hosts(2, tmp_path, ipv4=ipv4) as pair:
@@ -131,7 +131,7 @@ def test_a_signal_to_one_launcher_reaches_the_ranks_of_all_nodes(job: Job, tmp_p
         assert "asynccomm: node 1: the launcher got SIGTERM; the run ends" in shells[0].text
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_launcher_that_is_killed_ends_the_other_nodes(job: Job, tmp_path: Path, node: int) -> None:
     (tmp_path / "wait.py").write_text(WAITING)
     with hosts(2, tmp_path) as pair:
