@@ -20,6 +20,7 @@ from asynccomm.control.transport.schema import Message, dumps, loads
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.topology import TEXT_CHARACTERS, RankAddress, Text
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.tasks import shielded
 from asynccomm.errors import BackendError, StoreError, StoreTimeoutError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
@@ -153,9 +154,17 @@ async def _exchange_addresses(
         mine = _Way(choice.address, contact=sockets and sockets.contact)
     except (BackendError, OSError) as exc:
         mine = _Way(problem=f"{exc}"[:TEXT_CHARACTERS])
+    except asyncio.CancelledError:
+        await shielded(room.set(f"address/{rank}", dumps(_Way(problem="it gave up connecting"))))
+        raise
     await room.set(f"address/{rank}", dumps(mine))
     left = max(LEAST_SECONDS, deadline - time.monotonic())
-    said = await room.multi_get([f"address/{each}" for each in range(len(members))], left)
+    keys = [f"address/{each}" for each in range(len(members))]
+    try:
+        said = await room.multi_get(keys, left)
+    except StoreTimeoutError:
+        missing = [each for each, key in enumerate(keys) if not await room.check([key])]
+        raise BackendError(f"ranks {missing} have met the others, and then not given their addresses") from None
     ways: list[_Way] = [loads(_Way, text) for text in said]
     if problem := next(
         (f"rank {each} of {len(ways)}: {way.problem}" for each, way in enumerate(ways) if way.problem), ""

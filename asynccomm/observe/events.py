@@ -84,7 +84,7 @@ class EventStream(Watcher, AsyncIterator[Event]):
     """
 
     def __init__(self, mailbox: Mailbox, size: int, detach: Callable[[EventStream], object]) -> None:
-        self.dropped = 0  #: notes that were dropped because the reader was too slow
+        self.dropped: int = 0  #: notes that were dropped because the reader was too slow
         self._mailbox = mailbox
         self._notes: deque[Event | CallNote | Called] = deque(maxlen=size)
         self._size = size

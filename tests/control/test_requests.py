@@ -224,7 +224,7 @@ async def test_an_onlooker_is_shown_each_rank_and_who_says_nothing(monkeypatch: 
     monkeypatch.setattr(questions_module, "ANSWER_SECONDS", 0.05)
     side, observer = Side(), Line()
     side.router.declare_lost(2, "it was silent")
-    showing = asyncio.ensure_future(side.requests.send_overview(observer, [0, 1, 2], False))
+    showing = asyncio.ensure_future(side.requests.send_overview(observer, [0, 1, 2], Look()))
     await showing
     last = observer.sent[-1]
     assert 1 in last.silent
@@ -232,6 +232,6 @@ async def test_an_onlooker_is_shown_each_rank_and_who_says_nothing(monkeypatch: 
     assert last.sockets == dict.fromkeys(range(3), "x")
     assert {request.question["what"] for request in side.lines[1].take(Request)} == {"ping", "state"}
     nobody = Line()
-    await side.requests.send_overview(nobody, [], False)
+    await side.requests.send_overview(nobody, [], Look())
     assert len(nobody.sent) == 1
     assert nobody.sent[0].silent == {}

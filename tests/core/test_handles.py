@@ -19,7 +19,8 @@ from asynccomm.core.handles import Handle
 from asynccomm.interop.wrapped_work import WrappedWork
 
 # What the packages export, that is data: copies are equal, and have nothing in common with what they are copies of.
-VALUES = {"CommOptions", "CommStatistics", "Diagnosis", "PendingOp", "RankState", "RedOpType", "ReduceOp"}
+VALUES = {"CommOptions", "CommStatistics", "Diagnosis", "PendingOp", "QueueStatistics", "RankState"}
+VALUES |= {"Dispatched", "RedOpType", "ReduceOp", "Routing", "SignalCmpOp"}
 VALUES_OF_C10D = {"Backend", "BackendConfig", "GroupMember", "P2POp", "group"}  # two are namespaces
 
 

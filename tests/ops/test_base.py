@@ -108,6 +108,7 @@ CLASSES = {  # the kinds of operations that each attribute selects
 
 def test_every_op_is_among_them() -> None:
     found = {cls for cls in vars(ops).values() if isinstance(cls, type) and issubclass(cls, Op)}
+    found = {cls for cls in found if cls.__module__ != "asynccomm.ops.windows"}  # test_windows.py has these
     assert {type(op) for op, _ in OPS} == found - {Op, TensorOp, PeerOp, PeerParcel}
 
 

@@ -14,6 +14,7 @@ from asynccomm.testing.calls import SHOWN, CallWatch
 
 
 async def test_calls_on_closed_and_open_comms() -> None:
+    others = list(sessions.on_close)
     async with loopback_world(1, name="before") as (before,):
         watch = CallWatch()
         await before.barrier()
@@ -31,7 +32,7 @@ async def test_calls_on_closed_and_open_comms() -> None:
     assert "test_calls.py" in first.last[0][2]
     assert (second.name, second.called, len(second.last)) == ("open", SHOWN + 1, SHOWN)
     assert first.key != second.key
-    assert sessions.on_close == []
+    assert sessions.on_close == others
 
 
 async def test_held_messages_and_failures() -> None:

@@ -22,7 +22,7 @@ async def connect(size: int, *, threads: int = 1, timeout: float = 20.0) -> tupl
     rank = int(os.environ["RANK"])
     client = await StoreClient.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=20)
     store = TorchStoreView(client.prefix(os.environ["TORCHELASTIC_RUN_ID"]), asyncio.get_running_loop(), 20)
-    options: dict[str, Any] = {"hostname": "127.0.0.1", "interface": None, "threads": threads, "timeout": timeout}
+    options: dict[str, Any] = {"address": "127.0.0.1", "threads": threads, "timeout": timeout}
     gloo = await asyncio.to_thread(GlooGroup, store, rank, size, **options)
     return gloo, rank, client
 

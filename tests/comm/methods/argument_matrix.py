@@ -481,6 +481,7 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
     "scatter_v": lambda c, **k: c.scatter_v(None, _at_root(c, several()), 0, **k),
     "all_gather_object": lambda c, **k: c.all_gather_object("x", **k),
     "gather_object": lambda c, **k: c.gather_object("x", 0, **k),
+    "dispatch": lambda c, **k: c.dispatch(t(2, 3), **k),
     "broadcast_object": lambda c, **k: c.broadcast_object("x", 0, **k),
     "broadcast_object_list": lambda c, **k: c.broadcast_object_list(["x"], 0, **k),
     "scatter_object_list": lambda c, **k: c.scatter_object_list(_at_root(c, ["x"] * SIZE), 0, **k),
