@@ -44,7 +44,7 @@ class Measurements:
     """
 
     def __init__(self, submitter: Submitter, reporter: Reporter | None) -> None:
-        self.metrics = Metrics()
+        self.metrics: Metrics = Metrics()
         self._group = submitter.group
         self._submitter = submitter
         self._reporter = reporter
