@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import multiprocessing
 import os
 import random
@@ -57,7 +56,7 @@ async def write(handle: str, me: int, count: int, die: bool, acknowledged: Any) 
     """A visitor that writes ``count`` items, and may die at any point of a further one."""
     async with await attach_queue(handle) as queue:
         if die:
-            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process at any instruction
             signal.setitimer(signal.ITIMER_REAL, random.uniform(0.001, 0.1))
         for number in range(1 << 40 if die else count):
             await queue.put((me, *item_of(number)))
@@ -69,10 +68,24 @@ def visit(part: str, handle: str, seed: int, acknowledged: Any) -> None:
     random.seed(seed)
     count, die = random.randrange(1, 2000), random.random() < 0.4
     if part == "read":
-        with contextlib.suppress(EndOfQueueError):
-            asyncio.run(read(handle, count, die))
+        asyncio.run(read(handle, count, die))
     else:
         asyncio.run(write(handle, seed, count, die, acknowledged))
+
+
+async def ended(sentinel: int) -> None:
+    """Wait for a process, on the loop: multiprocessing loses exit codes when several threads look for them."""
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sentinel, over.set)
+    try:
+        await over.wait()
+    finally:
+        loop.remove_reader(sentinel)
+
+
+class WrongItemError(Exception):
+    """An item was lost, seen twice, or is another one."""
 
 
 class Soak:
@@ -80,13 +93,13 @@ class Soak:
 
     def __init__(self, outgoing: MessageQueue, incoming: MessageQueue, end: float) -> None:
         self.outgoing, self.incoming, self.end = outgoing, incoming, end
+        self.over = False  #: the last visitor has left
         self.counts: Counter[str] = Counter()
         self.came: Counter[int] = Counter()  # items by writer
-        self.problems: list[str] = []
 
     async def write(self) -> None:
         number = 0
-        while time.monotonic() < self.end:
+        while not self.over:
             await self.outgoing.put(item_of(number))
             number += 1
         self.counts["items written"] = number
@@ -96,8 +109,7 @@ class Soak:
         number = 0
         async for item in staying:
             if item != item_of(number):
-                self.problems.append(f"item {item[0]} in place of {number}")
-                return
+                raise WrongItemError(f"item {item[0]} in place of {number}")
             number += 1
         self.counts["items checked"] = number
 
@@ -109,48 +121,49 @@ class Soak:
                 await asyncio.sleep(0.005)
                 continue
             if number != self.came[writer] or (number, data) != item_of(number):
-                self.problems.append(f"item {number} of writer {writer} in place of {self.came[writer]}")
-                return
+                raise WrongItemError(f"item {number} of writer {writer} in place of {self.came[writer]}")
             self.came[writer] += 1
             self.counts["items read"] += 1
 
     async def send_visitors(self, seeds: random.Random) -> None:
         """One visitor after the other."""
-        while time.monotonic() < self.end and not self.problems:
+        while time.monotonic() < self.end:
             part = seeds.choice(["read", "write"])
-            seed, acknowledged = seeds.randrange(1 << 40), spawn.Value("q", 0)
+            seed, acknowledged = seeds.randrange(1 << 40), spawn.RawValue("q", 0)
             handle = (self.outgoing if part == "read" else self.incoming).handle
             process = spawn.Process(target=visit, args=(part, handle, seed, acknowledged), daemon=True)
-            await asyncio.to_thread(process.start)
-            await asyncio.to_thread(process.join, max(0.0, self.end + 5 - time.monotonic()))
-            self.counts["killed" if process.exitcode == -signal.SIGKILL else "left"] += 1
-            if process.exitcode not in (0, -signal.SIGKILL):
-                self.problems.append(f"visitor {seed}: {'a wrong item' if process.exitcode == WRONG else 'an error'}")
-            process.kill()
+            process.start()
+            await ended(process.sentinel)
             process.join()
+            if process.exitcode not in (0, -signal.SIGKILL, -signal.SIGALRM):
+                raise WrongItemError(f"visitor {seed} ended with {process.exitcode}")
+            self.counts["killed" if process.exitcode else "left"] += 1
             for _ in range(1000):
                 if self.came[seed] >= acknowledged.value:
                     break
                 await asyncio.sleep(0.005)
             else:
-                self.problems.append(f"writer {seed}: {acknowledged.value} acknowledged, {self.came[seed]} seen")
+                raise WrongItemError(f"writer {seed}: {acknowledged.value} acknowledged, {self.came[seed]} seen")
 
 
-async def soak(options: argparse.Namespace) -> int:
+async def soak(options: argparse.Namespace) -> None:
     choices = QueueOptions(capacity=CAPACITY, on_lost="continue")
     hosts = [QueueHost(writes, choices, -1, "", ()) for writes in (True, False)]
     queues = [host.queue(await host.open()) for host in hosts]
     async with queues[0] as outgoing, queues[1] as incoming, await attach_queue(outgoing.handle) as staying:
         this = Soak(outgoing, incoming, time.monotonic() + options.minutes * 60)
-        reading = asyncio.ensure_future(this.read())
         seeds = random.Random(options.seed)
-        visitors = [this.send_visitors(random.Random(seeds.random())) for _ in range(options.visitors)]
-        await asyncio.gather(this.write(), this.check(staying), *visitors)
-        reading.cancel()
+        async with asyncio.TaskGroup() as group:
+            beside = [group.create_task(each) for each in (this.write(), this.check(staying))]
+            reading = group.create_task(this.read())
+            visitors = [this.send_visitors(random.Random(seeds.random())) for _ in range(options.visitors)]
+            await asyncio.gather(*map(group.create_task, visitors))
+            this.over = True
+            await asyncio.gather(*beside)
+            reading.cancel()
     print(", ".join(f"{count} {name}" for name, count in sorted(this.counts.items())))
-    for problem in this.problems:
-        print(problem)
-    return 1 if this.problems or this.counts["items checked"] != this.counts["items written"] else 0
+    if this.counts["items checked"] != this.counts["items written"]:
+        raise WrongItemError("the reader that stayed has not seen all items")
 
 
 def main() -> None:
@@ -160,7 +173,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     spawn.set_forkserver_preload(["asynccomm.queues.meeting", "asynccomm.queues.attaching"])
-    raise SystemExit(run(soak(options)))
+    run(soak(options))
 
 
 if __name__ == "__main__":
