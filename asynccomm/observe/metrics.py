@@ -23,8 +23,8 @@ class Histogram:
     __slots__ = ("counts", "seconds")
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS) + 1)
-        self.seconds = 0.0  #: in sum
+        self.counts: list[int] = [0] * (len(BOUNDS) + 1)
+        self.seconds: float = 0.0  #: in sum
 
     def add(self, seconds: float) -> None:
         self.counts[bisect_left(BOUNDS, seconds)] += 1
@@ -38,9 +38,10 @@ class OpMetrics:
     __slots__ = ("completed", "failed", "latency", "nbytes")
 
     def __init__(self) -> None:
-        self.completed = self.failed = 0
-        self.nbytes = 0  #: one rank's share, in sum
-        self.latency = Histogram()  #: from the call to the end, of completed operations
+        self.completed: int = 0
+        self.failed: int = 0
+        self.nbytes: int = 0  #: one rank's share, in sum
+        self.latency: Histogram = Histogram()  #: from the call to the end, of completed operations
 
 
 class Recording:
@@ -62,7 +63,7 @@ class Metrics(Watcher):
 
     def __init__(self) -> None:
         self.kinds: dict[str, OpMetrics] = {}
-        self.waits = Histogram()  #: for the last rank of a collective
+        self.waits: Histogram = Histogram()  #: for the last rank of a collective
         self.recordings: tuple[Recording, ...] = ()  #: exporters
         self._lock = threading.Lock()
 
