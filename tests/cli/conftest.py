@@ -37,6 +37,24 @@ def running(pid: int) -> bool:
     return state not in "ZX"
 
 
+def process_tree(pid: int, indent: str = "") -> str:
+    """The processes below ``pid``, each with its state and its signal masks."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        waits = Path(f"/proc/{pid}/wchan").read_text()
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except OSError as exc:
+        return f"{indent}{pid}: {exc}"
+    facts = " ".join(line.replace("\t", "") for line in status if line.startswith(("State", "Sig", "Threads")))
+    below = [process_tree(child, indent + "  ") for child in children]
+    return "\n".join([f"{indent}{pid} {command} {facts} {waits}", *below])
+
+
 class Running:
     """A launcher in the background, its output collected as it comes."""
 
@@ -75,10 +93,20 @@ class Running:
         return [int(value) for name, value in pairwise(words) if name == word]
 
     def finish(self) -> int:
-        code = self.process.wait(DEADLINE)
+        try:
+            code = self.process.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            tree = process_tree(self.process.pid)
+            self.process.send_signal(signal.SIGABRT)  # faulthandler prints the stack
+            self.process.wait(DEADLINE)
+            self._join()
+            pytest.fail(f"the launcher did not end; its processes:\n{tree}\n{self.out.decode()}\n{self.err.decode()}")
+        self._join()
+        return code
+
+    def _join(self) -> None:
         for thread in self._threads:
             thread.join(DEADLINE)
-        return code
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -101,7 +129,7 @@ class Launcher:
 
     def start(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Running:
         clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        command = [sys.executable, "-m", "asynccomm.cli.main", *arguments]
+        command = [sys.executable, "-X", "faulthandler", "-m", "asynccomm.cli.main", *arguments]
         started = Running(command, self.directory, clean | dict(environment or {}))
         self._resources.callback(started.close)
         return started
