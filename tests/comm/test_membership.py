@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -967,7 +968,8 @@ async def _use(comm: Comm) -> list[Any]:
 async def survive(rank: int, backend: str, victims: list[int], signal_number: int) -> list[Any]:
     """Some ranks die or stop in the middle of a collective; the others go on."""
     comm = await new_comm(backend, timeout=2)
-    await comm.barrier()
+    with contextlib.suppress(BrokenError):  # a victim may be lost before the others have left the barrier
+        await comm.barrier()
     try:
         if rank in victims:
             os.kill(os.getpid(), signal_number)
