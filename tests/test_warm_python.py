@@ -40,6 +40,13 @@ def test_a_program_sees_what_it_was_given(tmp_path: Path, kind: str) -> None:
     assert warm == real
 
 
+def test_a_new_process_leads_its_session_when_the_call_returns() -> None:
+    for _ in range(20):
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True) as process:
+            os.killpg(process.pid, signal.SIGKILL)  # ProcessLookupError: the group does not exist yet
+        assert process.returncode == -signal.SIGKILL
+
+
 def python(code: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "import sys; assert 'torch' in sys.modules\n" + code]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]

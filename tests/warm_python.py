@@ -244,21 +244,34 @@ def _serve(channel: socket.socket) -> None:
         between = os.fork()
         if between == 0:
             between = os.getpid()
-            pid = os.fork()
-            if pid != 0:
-                os.write(result, b"%d" % pid)
+            if os.fork() != 0:
                 os._exit(0)
             while os.getppid() == between:
                 time.sleep(0.0002)
+            _prepare(order)
+            os.write(result, b"%d" % os.getpid())
             channel.detach()  # _run() closes its number, which the program may use for something else
             _run(order, descriptors)
+        os.close(result)  # before the read, which then ends if the fork has died
         os.waitpid(between, 0)
         channel.send(os.read(answer, 20))
-        for descriptor in (answer, result, *descriptors):
+        for descriptor in (answer, *descriptors):
             os.close(descriptor)
 
 
 # -- a fork ----------------------------------------------------------------------------------------------------------
+
+
+def _prepare(order: _Order) -> None:
+    """The part that subprocess does before its Popen returns: a caller may at once signal the child's group."""
+    if order.session:
+        os.setsid()
+    if order.prepare is not None:
+        module, code, values = order.prepare
+        cells = tuple(map(types.CellType, values))
+        # a function of a module that is not imported here uses no globals
+        globals_there = vars(sys.modules.get(module, builtins))
+        types.FunctionType(marshal.loads(code), globals_there, closure=cells)()
 
 
 def _run(order: _Order, descriptors: Sequence[int]) -> None:
@@ -266,19 +279,11 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     global _server
     _place(dict(zip(order.descriptors, descriptors, strict=True)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if order.session:
-        os.setsid()
     os.chdir(order.directory)
     os.environ.clear()
     os.environ.update(order.environment)
     kind, *rest = order.arguments
     subprocess.Popen, util.spawnv_passfds = _real_popen, _real_spawnv_passfds  # type: ignore
-    if order.prepare is not None:  # first, so that it holds for a server of this process, too
-        module, code, values = order.prepare
-        cells = tuple(map(types.CellType, values))
-        # a function of a module that is not imported here uses no globals
-        globals_there = vars(sys.modules.get(module, builtins))
-        types.FunctionType(marshal.loads(code), globals_there, closure=cells)()
     if _starts_python(kind, rest):
         _server = _forked_server()
         _real_once.clear()

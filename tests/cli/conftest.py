@@ -97,9 +97,6 @@ class Running:
             code = self.process.wait(DEADLINE)
         except subprocess.TimeoutExpired:
             tree = process_tree(self.process.pid)
-            self.process.send_signal(signal.SIGABRT)  # faulthandler prints the stack
-            self.process.wait(DEADLINE)
-            self._join()
             pytest.fail(f"the launcher did not end; its processes:\n{tree}\n{self.out.decode()}\n{self.err.decode()}")
         self._join()
         return code
@@ -129,7 +126,7 @@ class Launcher:
 
     def start(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Running:
         clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        command = [sys.executable, "-X", "faulthandler", "-m", "asynccomm.cli.main", *arguments]
+        command = [sys.executable, "-m", "asynccomm.cli.main", *arguments]
         started = Running(command, self.directory, clean | dict(environment or {}))
         self._resources.callback(started.close)
         return started
