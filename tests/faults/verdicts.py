@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from asynccomm.control.timing import HEARTBEAT_SECONDS, SILENT_SECONDS
+
 from .plans import LOCAL, NETWORKS, Case, Expected, expected
 from .reports import Outcome, Report
 
@@ -11,7 +13,9 @@ __all__ = ["delays", "judge"]
 
 CLOSING: Final = 2.0  # seconds for aclose() on a broken comm
 QUIET: Final = ("abandon", "slow")  # of these, the ranks do not say when
-SHRUNK: Final = 5.0  # seconds for the others to go on without a rank that was lost while they agreed
+#: seconds for the others to go on without a rank that was lost while they agreed: the silence of a stopped rank, which
+#: is looked for at each heartbeat, and time for the others on busy CPUs
+SHRUNK: Final = SILENT_SECONDS + HEARTBEAT_SECONDS + 3.0
 
 
 def _dead(case: Case) -> set[int]:
