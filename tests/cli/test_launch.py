@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.real_python
-
 ENDLESS = """
     import os, signal, time
     print("pid", os.getpid(), flush=True)
@@ -147,6 +145,7 @@ def test_the_rank_that_aborted_is_blamed(launcher) -> None:
     assert err.rstrip().endswith("[1] ValueError: the culprit")
 
 
+@pytest.mark.real_python
 def test_store_that_is_lost_ends_the_run(launcher, until) -> None:
     started = launcher.start("run", "-n", "1", launcher.script(ENDLESS))
     started.sees("pid")
@@ -546,6 +545,7 @@ def test_grandchildren_go_with_an_interrupt(launcher, is_running) -> None:
     assert not any(map(is_running, started.words_after("child") + started.words_after("pid")))
 
 
+@pytest.mark.real_python
 def test_everything_dies_with_the_launcher(launcher, is_running, until, leftovers) -> None:
     started = launcher.start("run", "-n", "2", launcher.script(PARENT.format(then="child.wait()")))
     started.sees("pid", times=2)

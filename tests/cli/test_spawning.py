@@ -39,7 +39,6 @@ def test_results_come_in_rank_order_and_output_with_ranks(capsys: pytest.Capture
     assert (out, err) == ("[0] hello\n", "[1] hello\n")
 
 
-@pytest.mark.real_python
 def test_a_function_of_a_script_runs_too(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
