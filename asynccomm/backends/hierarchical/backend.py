@@ -8,8 +8,8 @@ out. Operations that share memory wait for each other (``gloo/hazard_tracker.py`
 Every collective has a step with all ranks of a host and a step with all leaders, and all steps carry a label made of
 the call (``labels``): ranks that call different collectives meet in such a step, and its backend finds the difference.
 
-Messages within a host use its first comm, those between hosts a gloo comm of all ranks. On one host, or with one rank
-on each, a single backend does everything.
+Messages within a host use its first comm, those between hosts a gloo comm of all ranks; windows use both
+(``windows``). On one host, or with one rank on each, a single backend does everything.
 """
 
 from __future__ import annotations

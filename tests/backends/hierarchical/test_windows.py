@@ -86,7 +86,7 @@ async def test_both_ways_meet_in_one_memory(monkeypatch: pytest.MonkeyPatch, exe
 
 
 @pytest.mark.ranks(3)
-async def test_a_fence_for_all_waits_on_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fence_waits_on_both_ways_and_a_signal_keeps_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     async with comm_on(monkeypatch, "aab") as comm, await comm.window(1 << 24) as window:
         inside = window._backend._inside if comm.rank < 2 else None  # type: ignore[attr-defined]
         if comm.rank == 1:
@@ -96,13 +96,14 @@ async def test_a_fence_for_all_waits_on_both_ways(monkeypatch: pytest.MonkeyPatc
         await comm.barrier()
         if comm.rank == 0:
             held = window.accumulate(torch.ones(2), 1)
-            fence, remote = window.fence(), window.fence(2)
+            behind, fence, remote = window.signal(1), window.fence(), window.fence(2)
             await remote
-            assert not fence.done()
-            assert not held.done()
+            assert not any(work.done() for work in (held, behind, fence))
         await comm.barrier()
         if comm.rank == 1:
+            assert window.signal_value() == 0
             lock.leave()
+            await window.wait_signal()
         if comm.rank == 0:
             await fence
             assert held.done()
