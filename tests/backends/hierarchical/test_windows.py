@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from asynccomm import BrokenError, new_comm
+from asynccomm import AbortedError, BrokenError, new_comm
 from asynccomm.backends.base import UnsuitableError
 from asynccomm.backends.gloo.windows import GlooWindow
 from asynccomm.backends.hierarchical.windows import HierarchicalWindow
 from asynccomm.backends.shm import bootstrap
 from asynccomm.backends.shm.windows import ShmWindow
 from asynccomm.core.hosts import PRETENDED
+from asynccomm.core.work import Work
 from asynccomm.errors import BackendError
 from asynccomm.testing import check_backend
 from asynccomm.testing.conformance import windows
@@ -148,6 +151,44 @@ async def test_a_loop_that_is_blocked_is_served_and_a_thread_waits_for_ranks_els
         while thread.is_alive():
             await asyncio.sleep(0.001)
         assert window.signal_value() == 9
+
+
+@pytest.mark.ranks(3)
+async def test_windows_leave_no_descriptor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with comm_on(monkeypatch, "aab") as comm:
+        counts = []
+        for _ in range(4):
+            async with await comm.window(1 << 13) as window:
+                await window.put(torch.ones(1), (comm.rank + 1) % 3)
+            del window
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert counts[3] <= counts[1], counts  # others may have closed meanwhile
+
+
+@pytest.mark.ranks(3)
+async def test_an_abort_ends_waits_and_puts_on_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = await comm_on(monkeypatch, "aab")
+    window = await comm.window(3 << 22)
+    view = window.tensor()
+    waits = [window.wait_signal(slot) for slot in range(3)]
+    await comm.barrier()
+    if comm.rank == 0:
+        tensor = torch.ones(3 << 20)
+        works = [window.put(tensor, rank) for _ in range(4) for rank in (1, 2)]
+        works_of_all: list[Work[Any]] = [*works, window.fence()]
+        comm.abort("enough")
+        for work in works_of_all[-2:]:
+            with pytest.raises(AbortedError, match="enough"):
+                await work
+    for wait in waits:
+        with pytest.raises(AbortedError, match="enough"):
+            await wait
+    with pytest.raises(AbortedError):
+        await window.put(torch.ones(1), 0)
+    await window.aclose()
+    await comm.aclose()
+    view.fill_(1)  # still memory
 
 
 async def lose_a_rank(rank: int, victim: int) -> list[object]:
