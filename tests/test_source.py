@@ -32,6 +32,7 @@ BY_OPERATION = {
     "backends.gloo.windows",
     "backends.hazards",
     "backends.hierarchical.backend",
+    "backends.hierarchical.windows",
     "backends.loopback",
     "backends.nccl.backend",
     "backends.nccl.lowering",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -135,6 +135,30 @@ class SignalWaits:
                 wait.work.settle(error)
 
 
+class ServedPart(Protocol):
+    """A rank's own part of a window, for threads that carry out the operations of ranks that cannot map it.
+
+    They write and read ``memory`` themselves. All methods may be called from several threads at once.
+    """
+
+    @property
+    def memory(self) -> Tensor:
+        """The memory as a flat tensor of bytes."""
+
+    @property
+    def count(self) -> int:
+        """The number of signals."""
+
+    def signal(self, slot: int, value: int, *, add: bool) -> None:
+        """Set a signal or add to it; this thread's earlier writes to the memory are seen before."""
+
+    def accumulate(self, start: int, tensor: Tensor) -> None:
+        """Add a vector to the memory from byte ``start`` on, apart from all other accumulates."""
+
+    def end(self) -> None:
+        """Stop waiting: the window or the comm has ended."""
+
+
 @final
 class LocalPart(WindowPart):
     """A rank's own part, in the ordinary memory of its process."""
@@ -172,3 +196,7 @@ class LocalPart(WindowPart):
         """Settle a wait for a signal once its condition holds."""
         self.waits.add(submission)
         self.waits.look()
+
+    def end(self) -> None:
+        """Drop the waits for signals."""
+        self.waits.end()

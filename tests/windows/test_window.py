@@ -282,6 +282,23 @@ async def test_parts_of_one_window_may_be_source_and_target() -> None:
         await window.aclose()
 
 
+async def test_the_parameters_of_a_module_may_lie_in_a_window() -> None:
+    async with loopback_world(2) as comms:
+        models = [torch.nn.Linear(3, 2) for _ in comms]
+        one, other = await asyncio.gather(*(comm.window(4 * 8) for comm in comms))
+        for model, window in zip(models, (one, other), strict=True):
+            offset = 0
+            for parameter in model.parameters():
+                parameter.data = window.tensor(None, parameter.shape, parameter.dtype, offset).copy_(parameter.data)
+                offset += parameter.numel()
+        await one.put(one.tensor(None, (8,), torch.float32), 1)
+        await asyncio.gather(one.aclose(), other.aclose())
+        found = models[1](torch.ones(3))
+        assert torch.equal(found, models[0](torch.ones(3)))
+        found.sum().backward()
+        assert models[1].weight.grad is not None
+
+
 async def test_operations_are_sent_at_once_in_a_scope_and_with_agreed_ordering() -> None:
     async with loopback_world(1, ordering="agreed") as (comm,):
         window = await comm.window(8)

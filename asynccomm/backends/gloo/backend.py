@@ -34,8 +34,9 @@ from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.torch_gloo import LARGE, GlooGroup, GlooGroups
-from asynccomm.backends.gloo.windows import WindowService
+from asynccomm.backends.gloo.windows import GlooWindow, WindowService
 from asynccomm.backends.ordered_executor import OrderedExecutor
+from asynccomm.backends.windows import LocalPart, ServedPart
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
@@ -210,14 +211,20 @@ class GlooBackend(Backend):
         self._on_error(_bare(exc))
 
     async def window(self, window: WindowInfo) -> BackendWindow:
+        part = LocalPart(window, self._rank)
+        return GlooWindow(await self.serve(window, part), window, part)
+
+    async def serve(self, window: WindowInfo, part: ServedPart) -> WindowService:
+        """Serve ``part`` as this rank's part of a window; returns once all ranks do. Collective, without a timeout."""
         assert self._gloos is not None, "made on a closed backend"
         if self._windows is None:
             self._windows = WindowService(
                 self._gloos.small, self._context.group, f"asynccomm-gloo-{self._name}", self._on_error
             )
-        made = self._windows.open(window)
+        service = self._windows
+        service.serve(window.number, part)
         await replace(self._context, store=self._context.store.prefix(f"window {window.number}")).all_connected()
-        return made
+        return service
 
     def drain_before_failure(self) -> None:
         self._collectives.drain_before_failure(CATCH_UP_SECONDS)

@@ -26,7 +26,7 @@ from asynccomm.backends.gloo.staging import place, room
 from asynccomm.backends.gloo.torch_gloo import GlooGroup
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.regions import bytes_of
-from asynccomm.backends.windows import LocalPart
+from asynccomm.backends.windows import LocalPart, ServedPart
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops import (
     WindowAccumulate,
@@ -99,7 +99,7 @@ class WindowService:
         self._rank, self._size = group.rank, group.size
         self._on_error = on_error
         self._lanes = OrderedExecutor(f"{name}-windows", 2 * group.size)
-        self._parts: dict[int, LocalPart] = {}
+        self._parts: dict[int, ServedPart] = {}
         self._ended = False
         self._gone: set[int] = set()  # ranks that have closed
         self._threads = [
@@ -110,10 +110,9 @@ class WindowService:
         for thread in self._threads:
             thread.start()
 
-    def open(self, window: WindowInfo) -> GlooWindow:
-        """Make this rank's part of a window."""
-        part = self._parts[window.number] = LocalPart(window, self._rank)
-        return GlooWindow(self, self._rank, part, window.number)
+    def serve(self, number: int, part: ServedPart) -> None:
+        """Serve ``part`` to the other ranks, as this rank's part of a window, until ``forget``."""
+        self._parts[number] = part
 
     def forget(self, number: int) -> None:
         """Serve a window no longer."""
@@ -163,11 +162,15 @@ class WindowService:
 
     # -- requests of this rank -----------------------------------------------------------------------------------------
 
-    def submit(self, op: WindowOp, submission: Submission) -> None:
-        """Send the requests of an operation that needs other ranks. Under the comm's lock."""
+    def submit(self, op: WindowOp, submission: Submission, peers: Sequence[int] = ()) -> None:
+        """Send the requests of an operation that needs other ranks. Under the comm's lock.
+
+        Args:
+            peers: the ranks of a fence.
+        """
         try:
             if isinstance(op, WindowFence):
-                self._fence(op, submission)
+                self._fence(op, submission, peers)
                 return
             assert op.peer is not None
             self._check_there(op, op.peer)
@@ -211,14 +214,12 @@ class WindowService:
             steps.append(copy_back)
         self._lanes.put(("reply", op.peer), partial(self._complete, submission, steps))
 
-    def _fence(self, op: WindowFence, submission: Submission) -> None:
-        peers = range(self._size) if op.peer is None else [op.peer]
+    def _fence(self, op: WindowFence, submission: Submission, peers: Sequence[int]) -> None:
         steps: list[Callable[[], object]] = []
         for peer in peers:
-            if peer != self._rank:
-                self._check_there(op, peer)
-                arrival = self._gloo.recv(room(ACK_BYTES), peer, REPLY_TAG)
-                steps += [self._request(peer, WindowRequest(RequestKind.FENCE, op.window).message()), arrival.wait]
+            self._check_there(op, peer)
+            arrival = self._gloo.recv(room(ACK_BYTES), peer, REPLY_TAG)
+            steps += [self._request(peer, WindowRequest(RequestKind.FENCE, op.window).message()), arrival.wait]
         self._lanes.put("fence", partial(self._complete, submission, steps))
 
     def _send(self, peer: int, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
@@ -252,7 +253,7 @@ class WindowService:
         """Drop all operations. The group must be poisoned, too, which ends the threads. From any thread."""
         self._ended = True
         for part in list(self._parts.values()):
-            part.waits.end()
+            part.end()
 
     def close(self) -> bool:
         """Say goodbye to all ranks; returns whether the threads have ended; else only an abort ends them."""
@@ -288,11 +289,12 @@ def _ignoring_errors(step: Callable[[], object]) -> None:
 class GlooWindow(BackendWindow):
     """One rank's access to a window over gloo; its own part is at hand."""
 
-    def __init__(self, service: WindowService, rank: int, part: LocalPart, number: int) -> None:
+    def __init__(self, service: WindowService, window: WindowInfo, part: LocalPart) -> None:
         self._service = service
-        self._rank = rank
+        self._rank = rank = window.group.rank
+        self._peers = [peer for peer in range(window.group.size) if peer != rank]
         self._part = part
-        self._number = number
+        self._number = window.number
 
     def memory(self, rank: int) -> Tensor | None:
         return self._part.memory if rank == self._rank else None
@@ -311,13 +313,13 @@ class GlooWindow(BackendWindow):
                     self._part.apply(submission)
                 submission.work.settle()
             else:
-                self._service.submit(op, submission)
+                self._service.submit(op, submission, self._peers if op.peer is None else [op.peer])
 
     def end_waits(self, error: AsyncCommError) -> None:
         self._part.waits.end(error)
 
     def abort(self) -> None:
-        self._part.waits.end()
+        self._part.end()
 
     def close(self) -> None:
         self.abort()

@@ -8,8 +8,8 @@ out. Operations that share memory wait for each other (``gloo/hazard_tracker.py`
 Every collective has a step with all ranks of a host and a step with all leaders, and all steps carry a label made of
 the call (``labels``): ranks that call different collectives meet in such a step, and its backend finds the difference.
 
-Messages within a host use its first comm, those between hosts a gloo comm of all ranks. On one host, or with one rank
-on each, a single backend does everything.
+Messages within a host use its first comm, those between hosts a gloo comm of all ranks; windows use both
+(``windows``). On one host, or with one rank on each, a single backend does everything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Final, Self, final
+from typing import Any, ClassVar, Final, Self, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 from asynccomm.backends.base import (
     Backend,
     BackendContext,
+    BackendWindow,
     DirectCalls,
     FastCalls,
     Submission,
@@ -39,6 +40,7 @@ from asynccomm.backends.hierarchical import bundles, locality, movement, reducti
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.backends.hierarchical.translation import translated
+from asynccomm.backends.hierarchical.windows import make_window
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
@@ -60,7 +62,10 @@ from asynccomm.ops import (
     ReduceScatter,
     ReduceScatterSingle,
     Scatter,
+    WindowInfo,
 )
+
+B = TypeVar("B", bound=Backend)
 
 _WAYS: Final[Mapping[type[Op], Callable[[HostPlacement, Submission], OpPlan]]] = {
     AllReduce: reductions.all_reduce,
@@ -99,11 +104,12 @@ class HierarchicalBackend(Backend):
         context: BackendContext,
         where: HostPlacement,
         lanes: Mapping[Lane, Backend],
-        messages: tuple[Backend | None, Backend | None],
+        messages: tuple[ShmBackend | None, GlooBackend | None],
     ) -> None:
         self.placement: HostPlacement = where
         self._lanes = lanes
         self._inside, self._between = messages
+        self._context = context
         self._mailbox = context.mailbox
         self._on_error = context.on_error
         #: the backend that does everything, on one host or with one rank on each
@@ -130,12 +136,14 @@ class HierarchicalBackend(Backend):
         mine = next(ranks for ranks in tried if rank in ranks)
         connected: list[Backend] = []
 
-        async def join(backend: type[Backend], name: str, ranks: Sequence[int]) -> Backend:
-            connected.append(await backend.connect(_among(context, backend, name, ranks)))
-            return connected[-1]
+        async def join(backend: type[B], name: str, ranks: Sequence[int]) -> B:
+            made = await backend.connect(_among(context, backend, name, ranks))
+            connected.append(made)
+            return made
 
         try:
-            inside, problem = [], ""
+            inside: list[ShmBackend] = []
+            problem = ""
             all_here = len(mine) == context.group.size
             if all_here or len(mine) > 1:
                 ways = ("up",) if all_here else ("up", "down")
@@ -146,7 +154,7 @@ class HierarchicalBackend(Backend):
             where = HostPlacement(rank, await locality.agreed(context, tried, problem))
             if context.alternatives and len(where.hosts) == where.size:
                 raise UnsuitableError(f"comm {context.group.name!r}: no two ranks can map the same memory")
-            lanes = dict(zip((Lane.UP, Lane.DOWN), inside, strict=False))
+            lanes: dict[Lane, Backend] = dict(zip((Lane.UP, Lane.DOWN), inside, strict=False))
             between = None
             if len(where.hosts) < where.size and where.position < where.rails and len(where.hosts) > 1:
                 lanes[Lane.ACROSS] = await join(GlooBackend, f"rail {where.position}", where.rail())
@@ -230,6 +238,14 @@ class HierarchicalBackend(Backend):
         found.nbytes = submission.nbytes
         self._messages[outer] = work
         return found
+
+    # -- windows -------------------------------------------------------------------------------------------------------
+
+    async def window(self, window: WindowInfo) -> BackendWindow:
+        if self._only is not None:
+            return await self._only.window(window)
+        assert self._between is not None
+        return await make_window(self._context, self.placement, window, self._inside, self._between)
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

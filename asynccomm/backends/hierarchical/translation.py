@@ -11,7 +11,7 @@ from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError,
 
 _UNKNOWN: Final = "tag unknown here"  # in the text of a collective with a label that is new to this rank
 _END: Final = re.compile(r"\b(dst|src)=(\d+)")
-_RANK: Final = re.compile(r"\brank (\d+)\b")
+_RANK: Final = re.compile(r"\brank([ =])(\d+)\b")
 
 
 def translated(error: BrokenError, ranks: Sequence[int]) -> BrokenError:
@@ -29,7 +29,7 @@ def translated(error: BrokenError, ranks: Sequence[int]) -> BrokenError:
                 theirs = f"{theirs}, divided otherwise"
             return CollectiveMismatchError(seq, ranks[rank], mine, ranks[other], theirs)
         case BackendError():
-            new = BackendError(_RANK.sub(lambda found: f"rank {_number(found[1], ranks)}", str(error)))
+            new = BackendError(_RANK.sub(lambda found: f"rank{found[1]}{_number(found[2], ranks)}", str(error)))
             new.__cause__ = error.__cause__
             return new
         case _:

@@ -19,7 +19,7 @@ from typing import ClassVar, Final, Self, final
 
 import anyio.to_thread
 
-from asynccomm.backends.base import Backend, BackendContext, BackendWindow, DirectCalls, FastCalls, Submission
+from asynccomm.backends.base import Backend, BackendContext, DirectCalls, FastCalls, Submission
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
@@ -112,9 +112,9 @@ class ShmBackend(Backend):
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         return self._engine.fast_path(calls)
 
-    async def window(self, window: WindowInfo) -> BackendWindow:
+    async def window(self, window: WindowInfo, *, guests: int = 0) -> ShmWindow:
         pace = WindowPace(self._engine.inline_bytes, self._engine.patience)
-        made = await ShmWindow.connect(self._context, window, self._worker, pace)
+        made = await ShmWindow.connect(self._context, window, self._worker, pace, guests)
         self._windows = {each for each in self._windows if not each.closed} | {made}
         return made
 

@@ -9,9 +9,13 @@ A rank that ends while it holds the lock leaves it taken. The comm is broken the
 
 from __future__ import annotations
 
-from typing import final
+import time
+from collections.abc import Callable
+from typing import Final, final
 
 from asynccomm.backends.shm.fence import Fence
+
+MOST_NAP: Final = 1e-3  # seconds between two looks at a lock that another rank holds
 
 
 @final
@@ -57,6 +61,17 @@ class BakeryLock:
                 return False
         fence.full()  # the section begins only now
         return True
+
+    def wait(self, ended: Callable[[], bool]) -> bool:
+        """Block until it is this rank's turn; if ``ended`` before, leave and return False. After ``take``."""
+        nap = 1e-5
+        while not ended():
+            if self.held():
+                return True
+            time.sleep(nap)
+            nap = min(2 * nap, MOST_NAP)
+        self.leave()
+        return False
 
     def leave(self) -> None:
         """Give the lock up, or the place in its queue."""

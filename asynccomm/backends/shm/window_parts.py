@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, final
+
+from torch import Tensor
 
 from asynccomm.backends.shm.bakery import BakeryLock
 from asynccomm.backends.shm.doorbell import Bell
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import PAIR, WORD, rounded_up
 from asynccomm.backends.shm.segment import Segment
-from asynccomm.backends.windows import WindowPart
+from asynccomm.backends.windows import WindowPart, accumulate
 from asynccomm.ops import WindowInfo
 from asynccomm.ops.windows import SIGNAL_VALUES
 
@@ -28,13 +31,22 @@ class WindowLayout:
 
     A block has the words for the rank's two bells (``doorbell.py``), whether it has atomic instructions, two locks
     (``bakery.py``), and the signals.
+
+    Args:
+        guests: contenders for the locks of each rank, beside the ranks: threads that serve ranks of other hosts.
     """
 
     window: WindowInfo
+    guests: int = 0
 
     @property
     def size(self) -> int:
         return len(self.window.sizes)
+
+    @property
+    def contenders(self) -> int:
+        """The number of those that may take a lock: the ranks, and behind them the guests."""
+        return self.size + self.guests
 
     def bell(self, rank: int, bell: Bell) -> int:
         """Index of the word that is set while ``rank`` waits for ``bell``."""
@@ -50,11 +62,11 @@ class WindowLayout:
 
     def signal_lock(self, rank: int) -> int:
         """Index of the first word of the lock for the signals of ``rank``."""
-        return self._block(rank) + HEAD + 2 * self.size
+        return self._block(rank) + HEAD + 2 * self.contenders
 
     def signals(self, rank: int) -> int:
         """Index of the first signal of ``rank``."""
-        return self._block(rank) + HEAD + 4 * self.size
+        return self._block(rank) + HEAD + 4 * self.contenders
 
     def memory(self, rank: int) -> int:
         """Start of the memory of ``rank``, in bytes."""
@@ -67,12 +79,12 @@ class WindowLayout:
         return self.memory(self.size)
 
     def _block(self, rank: int) -> int:
-        return rank * rounded_up(HEAD + 4 * self.size + self.window.signals, HEAD)
+        return rank * rounded_up(HEAD + 4 * self.contenders + self.window.signals, HEAD)
 
 
 @final
 class ShmPart(WindowPart):
-    """The part of rank ``target``, as rank ``origin`` reaches it. For one thread at a time, but for ``load``.
+    """The part of rank ``target``, as contender ``origin`` reaches it. For one thread at a time, but for ``load``.
 
     Args:
         bells: eventfds that wake the target: its event loop, and its progress thread.
@@ -90,15 +102,15 @@ class ShmPart(WindowPart):
     ) -> None:
         start = layout.memory(target)
         super().__init__(segment.data[start : start + layout.window.sizes[target]])
-        words, fence, size = segment.words, Fence(), layout.size
+        words, fence, contenders = segment.words, Fence(), layout.contenders
         self._words = words
         self._fence = fence
         self._signals = layout.signals(target)
         self._bells = [(layout.bell(target, bell), bells[bell]) for bell in Bell]
-        self._atomics = [layout.atomic(rank) for rank in range(size)]
+        self._atomics = [layout.atomic(rank) for rank in range(layout.size)]
         self._store = store
-        self.memory_lock = BakeryLock(words, layout.memory_lock(target), origin, size, fence)
-        self._signal_lock = BakeryLock(words, layout.signal_lock(target), origin, size, fence)
+        self.memory_lock = BakeryLock(words, layout.memory_lock(target), origin, contenders, fence)
+        self._signal_lock = BakeryLock(words, layout.signal_lock(target), origin, contenders, fence)
 
     def decide(self) -> None:
         """Choose the way to change signals, once all ranks have stated theirs: the same on all ranks."""
@@ -125,3 +137,62 @@ class ShmPart(WindowPart):
             if self._words[asleep]:
                 self._words[asleep] = 0
                 os.eventfd_write(bell, 1)
+
+
+@final
+class GuestPart:
+    """A rank's own part, for threads that serve ranks which cannot map it: see ``ServedPart``.
+
+    Among the contenders for the part's locks, these threads together are one.
+
+    Args:
+        accumulating, signalling: the part as that contender reaches it, once for each kind of operation.
+        count: the number of signals.
+    """
+
+    def __init__(self, accumulating: ShmPart, signalling: ShmPart, count: int) -> None:
+        self.memory: Tensor = accumulating.memory
+        self.count: int = count
+        self._accumulating = accumulating
+        self._signalling = signalling
+        self._one_accumulates = threading.Lock()
+        self._one_signals = threading.Lock()
+        self._ended = False
+
+    def signal(self, slot: int, value: int, *, add: bool) -> None:
+        """Set a signal or add to it, and wake the rank; nothing once the part has ended."""
+        part = self._signalling
+        with self._one_signals:
+            lock = part.signal_lock
+            if self._take(lock):
+                try:
+                    part.signal(slot, value, add=add)
+                finally:
+                    if lock is not None:
+                        lock.leave()
+
+    def accumulate(self, start: int, tensor: Tensor) -> None:
+        """Add a vector to the memory from byte ``start`` on; nothing once the part has ended."""
+        lock = self._accumulating.memory_lock
+        with self._one_accumulates:
+            if self._take(lock):
+                try:
+                    accumulate(self.memory[start : start + tensor.nbytes].view(tensor.dtype), tensor)
+                finally:
+                    lock.leave()
+
+    def _take(self, lock: BakeryLock | None) -> bool:
+        if lock is None:
+            return not self._ended
+        lock.take()
+        return lock.wait(lambda: self._ended)
+
+    def end(self) -> None:
+        """Wait for no lock any more, and leave memory and signals as they are."""
+        self._ended = True
+
+    def close(self) -> None:
+        """End, and wait until no thread rings the rank's bells any more."""
+        self.end()
+        with self._one_signals:
+            pass

@@ -28,7 +28,7 @@ from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, rep
 from asynccomm.backends.shm.doorbell import Bell
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
-from asynccomm.backends.shm.window_parts import ShmPart, WindowLayout
+from asynccomm.backends.shm.window_parts import GuestPart, ShmPart, WindowLayout
 from asynccomm.backends.spinning import SpinPolicy
 from asynccomm.backends.windows import SignalWaits
 from asynccomm.core.native import CoreUnavailable, load_core
@@ -36,7 +36,6 @@ from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError
 from asynccomm.ops import WindowAccumulate, WindowFence, WindowInfo, WindowOp, WindowSignal, WindowWait
 
-MOST_NAP: Final = 1e-3  # seconds between two looks at a lock that another rank holds
 CLOSE_SECONDS: Final = 5.0  # for the thread to finish its copy
 
 
@@ -66,6 +65,8 @@ class ShmWindow(BackendWindow):
         self._rank = rank
         self._mapping = mapping
         self._worker = worker
+        self._layout = layout
+        self._store = store
         self._words = mapping.segment.words
         self._asleep = [layout.bell(rank, bell) for bell in Bell]
         self._parts = [
@@ -84,17 +85,24 @@ class ShmWindow(BackendWindow):
         self._queued = 0  # jobs of the lane that are not done
         self._applying = threading.Lock()  # held while an operation is applied, and while the lane's jobs are counted
         self._blocked: set[Work[Any]] = set()  # that must be settled without the event loop
+        self._guests: list[GuestPart] = []
         self._ended = False
         self.closed: bool = False
         self._loop.add_reader(self._bell, self._on_bell)
 
     @classmethod
     async def connect(
-        cls, context: BackendContext, window: WindowInfo, worker: ProgressThread, pace: WindowPace
+        cls, context: BackendContext, window: WindowInfo, worker: ProgressThread, pace: WindowPace, guests: int = 0
     ) -> Self:
-        """Make the window. Collective; a cancelled call cleans up. Raises: see ``bootstrap_segment``."""
+        """Make the window. Collective; a cancelled call cleans up.
+
+        Args:
+            guests: the number of guest parts that each rank may have (see ``guest``).
+
+        Raises: see ``bootstrap_segment``.
+        """
         context = replace(context, store=context.store.prefix(f"window {window.number}"), announcements=None)
-        layout = WindowLayout(window)
+        layout = WindowLayout(window, guests)
         with contextlib.ExitStack() as unless_connected:
             try:
                 bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -122,6 +130,19 @@ class ShmWindow(BackendWindow):
 
     def load(self, slot: int) -> int:
         return self._parts[self._rank].load(slot)
+
+    def guest(self) -> GuestPart:
+        """This rank's part, for threads that serve ranks which cannot map it. As often as ``connect`` made room for."""
+        rank = self._rank
+        origin = self._layout.size + len(self._guests)
+        accumulating, signalling = [
+            ShmPart(self._mapping.segment, self._layout, origin, rank, self._mapping.bells[rank], self._store)
+            for _ in range(2)
+        ]
+        signalling.decide()
+        made = GuestPart(accumulating, signalling, self._layout.window.signals)
+        self._guests.append(made)
+        return made
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +198,7 @@ class ShmWindow(BackendWindow):
         try:
             if lock is not None and not taken:
                 lock.take()
-            if not self._wait_for(lock):
+            if self._ended if lock is None else not lock.wait(lambda: self._ended):
                 return
             self._apply(submission, lock)
         except Exception as exc:
@@ -195,18 +216,6 @@ class ShmWindow(BackendWindow):
         if isinstance(op, WindowSignal) and op.peer == self._rank:
             self.look()
         submission.work.settle()
-
-    def _wait_for(self, lock: BakeryLock | None) -> bool:
-        """Wait for the turn at ``lock``; False if the window ended meanwhile. On the lane."""
-        nap = 1e-5
-        while not self._ended:
-            if lock is None or lock.held():
-                return True
-            time.sleep(nap)
-            nap = min(2 * nap, MOST_NAP)
-        if lock is not None:
-            lock.leave()
-        return False
 
     # -- waiting for signals ------------------------------------------------------------------------------------------
 
@@ -285,6 +294,8 @@ class ShmWindow(BackendWindow):
     def abort(self) -> None:
         self._ended = True
         self._waits.end()
+        for guest in self._guests:
+            guest.end()
         if self._blocked:
             self._worker.ring()
 
@@ -293,6 +304,8 @@ class ShmWindow(BackendWindow):
         if self.closed:
             return
         self.closed = True
+        for guest in self._guests:
+            guest.close()
         self._lane.end()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._bell)

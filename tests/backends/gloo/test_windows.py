@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from asynccomm import BackendError, new_comm
 from asynccomm.backends.gloo.windows import SHORT, RequestKind, WindowRequest, WindowService
+from asynccomm.backends.windows import LocalPart
 from asynccomm.ops import WindowInfo
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.validation import CommInfo
@@ -22,7 +23,7 @@ WORD = st.integers(-(2**63), 2**63 - 1)
 
 def service() -> WindowService:
     made = WindowService(UNUSED, GROUP, "test", lambda error: None)
-    made.open(WindowInfo(GROUP, 3, (64,), 2))
+    made.serve(3, LocalPart(WindowInfo(GROUP, 3, (64,), 2), 0))
     return made
 
 

@@ -40,6 +40,11 @@ def test_a_text_that_names_ranks() -> None:
     assert found.__cause__ is cause
 
 
+def test_a_text_with_an_operation_on_a_window() -> None:
+    given = BackendError("shm failed in put(float32[1], rank=1, offset=0, window=0): no")
+    assert str(translated(given, RANKS)) == "shm failed in put(float32[1], rank=5, offset=0, window=0): no"
+
+
 def test_any_other_error_stays() -> None:
     error = AbortedError(0, "enough")
     assert translated(error, RANKS) is error

@@ -91,3 +91,20 @@ def test_only_one_rank_is_in_the_section(size: int) -> None:
     finally:
         sys.setswitchinterval(interval)
     assert (counted[0], wrong[0]) == (150 * size, 0)
+
+
+def test_a_wait_for_a_turn_ends_with_the_turn_or_with_what_it_serves() -> None:
+    words, (one, two) = locks(2)
+    one.take()
+    two.take()
+    looks = iter([False, False, True])
+    assert not two.wait(lambda: next(looks))
+    one.leave()
+    assert not any(words)  # the place in the queue was given up
+    one.take()
+    two.take()
+    thread = threading.Timer(0.005, one.leave)
+    thread.start()
+    assert two.wait(lambda: False)
+    two.leave()
+    thread.join()
