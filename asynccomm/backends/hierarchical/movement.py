@@ -29,9 +29,11 @@ from asynccomm.ops import (
     Broadcast,
     Call,
     Gather,
-    Recv,
+    MessageSpace,
+    Parcel,
+    RecvParcel,
     Scatter,
-    Send,
+    SendParcel,
     layout_of,
 )
 
@@ -224,12 +226,17 @@ def gather(where: HostPlacement, submission: Submission) -> OpPlan:
 
 
 def _between(where: HostPlacement, root: int, data: Tensor, *, back: bool = False) -> Call:
-    """Move ``data`` from the leader to the root on its host, or ``back``."""
+    """Move ``data`` from the leader to the root on its host, or ``back``.
+
+    The message is a parcel of a space of its own: users' messages on this lane may have any tag.
+    """
     gives = (where.rank == root) is back
     peer = 0 if where.rank == root else where.position_of(root)
     if gives:
-        return Call(Send(_BYTE, len(data), peer, 0), (data,), (), None)
-    return Call(Recv(_BYTE, len(data), peer, 0), (), (data,), None)
+        send = SendParcel("move", peer, 0, MessageSpace.INTERNAL)
+        return Call(send, (), (), None, parcels=(Parcel(b"", (data,)),))
+    receive = RecvParcel("move", peer, 0, MessageSpace.INTERNAL)
+    return Call(receive, (), (), None, place=lambda *_: (data,), expected=len(data))
 
 
 def _exchange(

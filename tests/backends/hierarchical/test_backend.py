@@ -190,6 +190,23 @@ async def test_a_receive_from_any_source_is_refused_at_the_call(monkeypatch: pyt
 
 
 @pytest.mark.ranks(3)
+async def test_messages_never_meet_those_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scatter's root gives the data to the leader of its host, in as many bytes as the message has."""
+    async with comm_on(monkeypatch, "aab") as comm:
+        message, out = torch.zeros(12, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+        parts = list(torch.arange(12, dtype=torch.uint8).split(4)) if comm.rank == 1 else None
+        receive = comm.recv(message, 1) if comm.rank == 0 else None
+        await comm.barrier()
+        await comm.scatter(out, parts, root=1, timeout=20)
+        if comm.rank == 1:
+            await comm.send(torch.full((12,), 100, dtype=torch.uint8), 0)
+        assert out.tolist() == [4 * comm.rank + n for n in range(4)]
+        if receive is not None:
+            await receive
+            assert message.tolist() == [100] * 12
+
+
+@pytest.mark.ranks(3)
 async def test_messages_that_do_not_fit_are_named_with_the_numbers_of_the_comm(monkeypatch: pytest.MonkeyPatch) -> None:
     async with comm_on(monkeypatch, "abb") as comm:
         await comm.barrier()
