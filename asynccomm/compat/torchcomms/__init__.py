@@ -25,9 +25,11 @@ from asynccomm.compat.torchcomms.hooks import OpArguments as OpArguments
 from asynccomm.compat.torchcomms.hooks import RemovableHandle as RemovableHandle
 from asynccomm.compat.torchcomms.options import BatchP2POptions as BatchP2POptions
 from asynccomm.compat.torchcomms.options import CommOptions as CommOptions
+from asynccomm.compat.torchcomms.window import TorchCommWindow as TorchCommWindow
 from asynccomm.compat.torchcomms.work import TorchWork as TorchWork
 from asynccomm.ops.reduce_op import RedOpType as RedOpType
 from asynccomm.ops.reduce_op import ReduceOp as ReduceOp
+from asynccomm.ops.windows import SignalCmpOp as SignalCmpOp
 
 __all__ = [
     "BatchP2POptions",
@@ -39,7 +41,9 @@ __all__ = [
     "RedOpType",
     "ReduceOp",
     "RemovableHandle",
+    "SignalCmpOp",
     "TorchComm",
+    "TorchCommWindow",
     "TorchWork",
     "device_mesh",
     "functional",
