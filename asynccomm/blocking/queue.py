@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, Self, final
@@ -35,6 +36,11 @@ class BlockingQueue(Handle, Twin[MessageQueue], Iterator[Any]):
     def queue(self) -> MessageQueue:
         """The awaitable queue, for functions that take one; its loop runs in a thread."""
         return self._original
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of the awaitable queue."""
+        return self._portal.loop
 
     @property
     def handle(self) -> str:
