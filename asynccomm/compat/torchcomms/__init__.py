@@ -15,6 +15,7 @@ await torchcomms.new_comm(...)``, ``await work``, ``await comm.finalize()``; fun
 
 from asynccomm.compat.torchcomms import device_mesh as device_mesh
 from asynccomm.compat.torchcomms import functional as functional
+from asynccomm.compat.torchcomms import hooks as hooks
 from asynccomm.compat.torchcomms import objcol as objcol
 from asynccomm.compat.torchcomms.batch import BatchSendRecv as BatchSendRecv
 from asynccomm.compat.torchcomms.batch import P2POp as P2POp
@@ -47,6 +48,7 @@ __all__ = [
     "TorchWork",
     "device_mesh",
     "functional",
+    "hooks",
     "new_comm",
     "objcol",
 ]

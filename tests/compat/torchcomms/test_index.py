@@ -47,6 +47,8 @@ SHOWN: Final = {
     "T52 init_device_mesh": "device_mesh::test_training_over_a_mesh",
     **{f"T{number} objcol": OBJECTS for number in range(53, 60)},
     "newer: hooks": "hooks::test_hooks_see_each_call_once comm::test_aborting",
+    "newer: hooks.NanCheckHook": "hooks::test_nan_is_refused",
+    "newer: hooks.FlightRecorderHook": "hooks::test_the_recorder_has_operations_until_they_are_done",
     "newer: get_init_handle, reconfigure": "comm::test_reconfiguring comm::test_reconfiguring_in_a_coroutine",
     "newer: set_hints, set_timeout": "comm::test_defaults_of_later_operations",
     "newer: abort, is_aborted": "comm::test_aborting",
@@ -78,6 +80,8 @@ ROWS: Final = {
     "`device_mesh.init_device_mesh(...)`": "device_mesh::test_training_over_a_mesh",
     "`register_pre_hook`, `register_post_hook`": "hooks::test_hooks_see_each_call_once",
     "`register_abort_hook`, `abort()`, `is_aborted()`": "comm::test_aborting",
+    "`hooks.NanCheckHook(check_inputs, check_outputs)`": "hooks::test_nan_is_refused",
+    "`hooks.FlightRecorderHook(max_entries)`": "hooks::test_the_recorder_has_operations_until_they_are_done",
     "`functional`": "functional::test_a_compiled_function_keeps_the_operators",
     "`set_timeout`, `set_hints`": "comm::test_defaults_of_later_operations",
     "`window_allocate(size, cpu_buf, signal_size)`": WINDOWS,
@@ -89,8 +93,7 @@ ROWS: Final = {
 NOT_HERE: Final = {
     "newer: new_window, tensor_register": "the documented windows are here; windows over a caller's tensor are not",
     "newer: get_mem_allocator": "memory of NCCL's own: no backend here has any",
-    "newer: hooks.FlightRecorderHook": "compat.c10d has a flight recorder; Comm.diagnose() asks all ranks",
-    "newer: hooks.NanCheckHook, clog": "a pre hook can check and write; ready-made ones are not here",
+    "newer: hooks.clog": "a pre hook can write; a ready-made one is not here",
     "newer: all_gather_p_init, get_device_transport, transport, distwrap": "of single backends; nothing here has these",
     "newer: register_backend, TorchCommBackend": "asynccomm.backends.base has the interface for backends",
 }
