@@ -174,7 +174,7 @@ SHOWN: Final = {
         "recorder::test_a_timeout_is_dumped_on_all_ranks recorder::test_torch_s_tool_finds_who_is_missing"
     ),
     "C126 access to state": "world::test_groups_that_are_none",
-    "C127 private checks": "validation::test_lists_on_the_root_alone",
+    "C127 private checks": "private::test_checks validation::test_lists_on_the_root_alone",
     "C128 private helpers": "coalescing::test_what_a_manager_keeps",
     "C129 private names": "private::test_names",
     "C130 steps of shrinking": "shrinking::test_who_is_left_out_does_not_call_it",
@@ -237,7 +237,6 @@ PARTLY: Final = {
     "C112": "all ranks give split sizes, or none: who gives none cannot know of the others, and what is even is a "
     "collective of its own, which backends do in another way, and whose sizes are compared",
     "C126": "`_WorldMeta` and `_export_c_types` are not here: nothing of what is done with a group needs them",
-    "C127": "`_check_single_backend_availability` is not here",
     "C129": "`_create_process_group_wrapper` is not here, nor `_get_split_source`: there is no wrapper, and groups are "
     "split by `split_group`",
     "C130": "the steps have no names of their own: `shrink_group` is one",
@@ -254,7 +253,6 @@ def test_every_item_is_here() -> None:
 MISSING: Final = {  # names of torch's that PARTLY tells of
     "C67": ["_create_process_group_wrapper"],
     "C126": ["_WorldMeta", "_export_c_types"],
-    "C127": ["_check_single_backend_availability"],
     "C129": ["_create_process_group_wrapper", "_get_split_source"],
     "C130": ["_validate_shrink_inputs", "_prepare_shrink_target_group", "_validate_shrink_backend_requirements"],
 }
