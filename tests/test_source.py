@@ -125,6 +125,7 @@ def test_a_class_name_means_one_class() -> None:
         "PointToPoint",
         "TorchWork",
         "CommOptions",
+        "MessageQueue",
         "BatchSendRecv",
         "P2POp",
         "ReduceOp",

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 import asynccomm
 from asynccomm import Comm, ReduceOp, Stream, Work
-from asynccomm.blocking import BlockingComm
+from asynccomm.blocking import BlockingComm, BlockingQueue, BlockingWindow
 
 
 @asynccomm.register_safe
@@ -70,6 +70,9 @@ def without_a_loop(tensor: Tensor, ranks: Sequence[int]) -> None:
         assert_type(comm.dup("other", timeout=3), BlockingComm)
         assert_type(comm.split(ranks, "some"), BlockingComm | None)
         assert_type(comm.comm, Comm)
+        assert_type(comm.window(8), BlockingWindow)
+        assert_type(comm.queue(writer=0), BlockingQueue)
+        assert_type(comm.window(8).put(tensor, 0), Work[Tensor])
         for item in comm.stream(0, expect=Settings):
             assert_type(item, Settings)
 

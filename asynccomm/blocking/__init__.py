@@ -17,5 +17,19 @@ from asynccomm.blocking.comm import coalesce as coalesce
 from asynccomm.blocking.comm import join_comm as join_comm
 from asynccomm.blocking.comm import new_comm as new_comm
 from asynccomm.blocking.comm import pair_comm as pair_comm
+from asynccomm.blocking.events import BlockingEvents as BlockingEvents
+from asynccomm.blocking.queue import BlockingQueue as BlockingQueue
+from asynccomm.blocking.queue import attach_queue as attach_queue
+from asynccomm.blocking.window import BlockingWindow as BlockingWindow
 
-__all__ = ["BlockingComm", "coalesce", "join_comm", "new_comm", "pair_comm"]
+__all__ = [
+    "BlockingComm",
+    "BlockingEvents",
+    "BlockingQueue",
+    "BlockingWindow",
+    "attach_queue",
+    "coalesce",
+    "join_comm",
+    "new_comm",
+    "pair_comm",
+]

@@ -11,9 +11,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, final
 
-from asynccomm.blocking.comm import BlockingComm, connected_or_none
+from asynccomm.blocking.comm import BlockingComm, comm_or_none
 from asynccomm.blocking.loop_thread import detached
 from asynccomm.blocking.portal import Portal, awaited, made
+from asynccomm.blocking.twins import made as made_there
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.pending import PendingComm
 from asynccomm.core.work import Work
@@ -39,7 +40,7 @@ class EitherComm:
     def make(cls, make: Callable[[], PendingComm[Any]], then: Callable[[EitherComm | None], T]) -> Any:
         """``then(comm)`` of the comm that ``make()`` makes, or an awaitable of it; None for no comm on this rank."""
         if asyncio._get_running_loop() is None:
-            blocking = connected_or_none(make)
+            blocking = made_there(make, comm_or_none)
             return then(None if blocking is None else cls(blocking.comm, blocking))
 
         async def making(pending: PendingComm[Any]) -> T:

@@ -27,6 +27,10 @@ class OperatorGroup(Protocol):
 
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Any: ...
 
+    def _all_to_all_out_place(self, input_: Tensor) -> Any: ...
+
+    def _broadcast_out_place(self, input_: Tensor, root: int) -> Any: ...
+
 
 _groups: Final[weakref.WeakValueDictionary[str, Any]] = weakref.WeakValueDictionary()
 _counts: Final[dict[str, int]] = {}
@@ -85,6 +89,24 @@ def reduce_scatter(input: Tensor, dim: int, world_size: int, group_name: str) ->
     return _blocking(group_name)._reduce_scatter_out_place(input, dim)  # type: ignore[no-any-return]
 
 
+@torch.library.custom_op("asynccomm::all_to_all", mutates_args=())
+def all_to_all(input: Tensor, group_name: str) -> Tensor:
+    """Chunk r of dim 0 of ``input`` goes to rank r; the result has the chunks of all ranks, in rank order."""
+    return _blocking(group_name)._all_to_all_out_place(input)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("asynccomm::broadcast", mutates_args=())
+def broadcast(input: Tensor, root: int, group_name: str) -> Tensor:
+    """The ``input`` of rank ``root``, on all ranks; the other ranks' must have its shape and dtype."""
+    return _blocking(group_name)._broadcast_out_place(input, root)  # type: ignore[no-any-return]
+
+
+@broadcast.register_fake
+def _copied(input: Tensor, root: int, group_name: str) -> Tensor:
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@all_to_all.register_fake
 @all_reduce.register_fake
 def _reduced(input: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)

@@ -137,6 +137,16 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
         end.waiters.block(attempt, limit, "put")
 
+    async def wait_readers(self, count: SupportsIndex = 1) -> None:
+        """Wait until the queue has ``count`` readers: those that attach later get only the items from then on.
+
+        Cancelling is safe. Raises: RuntimeError for a reader; the errors of :meth:`put`.
+        """
+        number = as_index(count)
+        if number is None or number < 0:
+            raise ValueError(f"count must be an integer, and not negative, got {count!r}")
+        await self._writing("wait_readers").arrived(number)
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _reading(self, method: str) -> ReadingEnd:

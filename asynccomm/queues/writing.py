@@ -66,6 +66,7 @@ class WritingEnd:
     def __init__(self, segment: Segment, ring: int, drops: bool, options: QueueOptions) -> None:
         self.targets: dict[int, Target] = {}  #: by slot
         self.waiters: Waiters = Waiters(self._arm)
+        self._arrivals = Waiters(lambda: self._error is None)  #: waits for readers
         self.number = 0  #: of the next item
         self._segment, self._words, self._ring, self._drops = segment, segment.words, ring, drops
         self._options = options
@@ -99,6 +100,16 @@ class WritingEnd:
     def _add(self, slot: int, target: Target) -> None:
         self.targets[slot] = target
         self._writer.set_slots(tuple(self.targets))
+        self._arrivals.wake()
+
+    async def arrived(self, count: int) -> None:
+        """Wait until there are ``count`` readers. Cancelling is safe. Raises: the error of later puts."""
+
+        def attempt() -> bool | None:
+            self.check()
+            return len(self.targets) >= count or None
+
+        await self._arrivals.wait(attempt)
 
     def detach(self, slot: int) -> None:
         """Wait for this reader no more. On the loop."""
@@ -242,6 +253,7 @@ class WritingEnd:
         with self._lock:
             self._fail(error)
         self.waiters.wake_soon()
+        self._arrivals.wake_soon()
 
     def _fail(self, error: AsyncCommError) -> None:
         self._error = self._error or error

@@ -24,12 +24,20 @@ class Group:
     def _reduce_scatter_out_place(self, input_: torch.Tensor, dim: int) -> Any:
         return (input_ * 2).chunk(2, dim)[0].contiguous()
 
+    def _all_to_all_out_place(self, input_: torch.Tensor) -> Any:
+        return torch.cat([input_.chunk(2)[0]] * 2)
+
+    def _broadcast_out_place(self, input_: torch.Tensor, root: int) -> Any:
+        return input_.clone()
+
 
 def results(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
     return [
         torch.ops.asynccomm.all_reduce(tensor, name),
         torch.ops.asynccomm.all_gather(tensor, -1, 2, name),
         torch.ops.asynccomm.reduce_scatter(tensor, 0, 2, name),
+        torch.ops.asynccomm.all_to_all(tensor, name),
+        torch.ops.asynccomm.broadcast(tensor, 0, name),
     ]
 
 
@@ -38,7 +46,7 @@ def test_operators_find_their_group_and_its_results_without_it() -> None:
     group = Group()
     operators.register(name, group)
     real = results(torch.ones(4, 2), name)
-    assert [tuple(tensor.shape) for tensor in real] == [(4, 2), (4, 4), (2, 2)]
+    assert [tuple(tensor.shape) for tensor in real] == [(4, 2), (4, 4), (2, 2), (4, 2), (4, 2)]
     with FakeTensorMode():
         fake = results(torch.ones(4, 2), name)
     for one, other in zip(real, fake, strict=True):
@@ -68,6 +76,8 @@ def test_torch_finds_the_operators_right() -> None:
         (torch.ops.asynccomm.all_reduce, (name,)),
         (torch.ops.asynccomm.all_gather, (1, 2, name)),
         (torch.ops.asynccomm.reduce_scatter, (0, 2, name)),
+        (torch.ops.asynccomm.all_to_all, (name,)),
+        (torch.ops.asynccomm.broadcast, (0, name)),
     ):
         torch.library.opcheck(operator.default, (torch.ones(4, 2), *arguments))
 

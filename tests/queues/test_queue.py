@@ -63,6 +63,30 @@ async def test_a_late_reader_gets_the_items_from_now_on() -> None:
         await reader.aclose()
 
 
+async def test_a_writer_waits_for_its_readers() -> None:
+    async with hosted() as (_, queue):
+        await queue.wait_readers(0)
+        waiting = asyncio.ensure_future(queue.wait_readers(2))
+        (first,) = await readers_of(queue, 1)
+        cancelled = asyncio.ensure_future(queue.wait_readers(3))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        cancelled.cancel()
+        (second,) = await readers_of(queue, 1)
+        await waiting
+        with pytest.raises(RuntimeError, match=r"wait_readers\(\) is for writers"):
+            await first.wait_readers()
+        with pytest.raises(ValueError, match="count must be an integer, and not negative, got -1"):
+            await queue.wait_readers(-1)
+        never = asyncio.ensure_future(queue.wait_readers(5))
+        await asyncio.sleep(0)
+        await queue.aclose()
+        with pytest.raises(ClosedError):
+            await never
+        await first.aclose()
+        await second.aclose()
+
+
 async def test_a_put_waits_for_the_slowest_reader() -> None:
     async with hosted(capacity=4096) as (_, queue):
         fast, slow = await readers_of(queue, 2)

@@ -17,6 +17,7 @@ default group; global ranks, unless ``group_dst`` or ``group_src`` is given; a w
 the group. Transports and errors are asynccomm's.
 """
 
+from asynccomm.compat.c10d import backends as _backends_module
 from asynccomm.compat.c10d import coalescing as _coalescing_module
 from asynccomm.compat.c10d import collectives as _moves_module
 from asynccomm.compat.c10d import destroy as _ending_module
@@ -167,6 +168,7 @@ _as_iterable = _internals_module.as_iterable
 _canonicalize_group_rank = _ranks_module.canonical_rank
 _check_not_self_rank = _internals_module.check_not_self_rank
 _check_op = _internals_module.check_op
+_check_single_backend_availability = _backends_module.is_single_available
 _check_p2p_op_list = _messages_module.check_p2p_ops
 _check_single_tensor = _internals_module.check_single_tensor
 _check_tensor_list = _internals_module.check_tensor_list

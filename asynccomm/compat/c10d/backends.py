@@ -225,11 +225,12 @@ def backend_of(name: str, config: BackendConfig) -> str:
 def is_backend_available(backend: str) -> bool:
     """Whether groups can use ``backend``; for pairs such as ``"cpu:gloo,cuda:nccl"``, whether they can use all."""
     if ":" in backend.lower():
-        return all(_is_available(one) for one in _pairs(backend).values())
-    return _is_available(backend)
+        return all(is_single_available(one) for one in _pairs(backend).values())
+    return is_single_available(backend)
 
 
-def _is_available(backend: str) -> bool:
+def is_single_available(backend: str) -> bool:
+    """Whether groups can use the backend of this name, which is of no pairs."""
     checks = {
         Backend.GLOO: is_gloo_available,
         Backend.NCCL: is_nccl_available,

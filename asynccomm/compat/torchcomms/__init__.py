@@ -15,6 +15,7 @@ await torchcomms.new_comm(...)``, ``await work``, ``await comm.finalize()``; fun
 
 from asynccomm.compat.torchcomms import device_mesh as device_mesh
 from asynccomm.compat.torchcomms import functional as functional
+from asynccomm.compat.torchcomms import hooks as hooks
 from asynccomm.compat.torchcomms import objcol as objcol
 from asynccomm.compat.torchcomms.batch import BatchSendRecv as BatchSendRecv
 from asynccomm.compat.torchcomms.batch import P2POp as P2POp
@@ -25,9 +26,11 @@ from asynccomm.compat.torchcomms.hooks import OpArguments as OpArguments
 from asynccomm.compat.torchcomms.hooks import RemovableHandle as RemovableHandle
 from asynccomm.compat.torchcomms.options import BatchP2POptions as BatchP2POptions
 from asynccomm.compat.torchcomms.options import CommOptions as CommOptions
+from asynccomm.compat.torchcomms.window import TorchCommWindow as TorchCommWindow
 from asynccomm.compat.torchcomms.work import TorchWork as TorchWork
 from asynccomm.ops.reduce_op import RedOpType as RedOpType
 from asynccomm.ops.reduce_op import ReduceOp as ReduceOp
+from asynccomm.ops.windows import SignalCmpOp as SignalCmpOp
 
 __all__ = [
     "BatchP2POptions",
@@ -39,10 +42,13 @@ __all__ = [
     "RedOpType",
     "ReduceOp",
     "RemovableHandle",
+    "SignalCmpOp",
     "TorchComm",
+    "TorchCommWindow",
     "TorchWork",
     "device_mesh",
     "functional",
+    "hooks",
     "new_comm",
     "objcol",
 ]

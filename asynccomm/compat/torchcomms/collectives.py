@@ -200,6 +200,13 @@ class TorchCollectiveMethods(Handle):
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Any:
         return self._comm.reduce_scatter_single(None, input_, dim=dim).wait()
 
+    def _all_to_all_out_place(self, input_: Tensor) -> Any:
+        out = torch.empty_like(input_, memory_format=torch.contiguous_format)
+        return self._comm.all_to_all_single(out, input_).wait()
+
+    def _broadcast_out_place(self, input_: Tensor, root: int) -> Any:
+        return self._comm.broadcast(input_.clone(memory_format=torch.contiguous_format), root).wait()
+
     def _run(
         self, name: str, async_op: object, hints: Hints, timeout: Limit, method: Callable[..., Any], *args: Any
     ) -> TorchWork:

@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from asynccomm.backends.base import Backend
+from asynccomm.comm.methods.windows import SIGNALS
 from asynccomm.comm.new_comm import new_comm as new_awaitable
 from asynccomm.comm.pending import PendingComm
 from asynccomm.compat import operators
@@ -22,6 +23,7 @@ from asynccomm.compat.torchcomms.collectives import Hints, Limit, TorchCollectiv
 from asynccomm.compat.torchcomms.errors import refusing
 from asynccomm.compat.torchcomms.hooks import Hooks, OpArguments, RemovableHandle
 from asynccomm.compat.torchcomms.options import CommOptions
+from asynccomm.compat.torchcomms.window import TorchCommWindow
 from asynccomm.compat.torchcomms.work import TorchWork
 from asynccomm.errors import BrokenError
 from asynccomm.store.base import Store
@@ -198,6 +200,33 @@ class TorchComm(TorchCollectiveMethods):
     def is_abort_supported(self) -> bool:
         """True: on all backends."""
         return True
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    def window_allocate(
+        self, window_size: SupportsIndex, cpu_buf: bool = False, signal_size: SupportsIndex = SIGNALS
+    ) -> Any:
+        """Make a window; in a coroutine, ``await`` the call. Collective: all ranks call it.
+
+        Args:
+            window_size: bytes of this rank's memory; the ranks may differ in it.
+            cpu_buf: whether the memory is the host's; on the CPU it always is.
+            signal_size: number of signals of each rank, the same on all ranks.
+
+        Returns: a TorchCommWindow; an awaitable of it where a loop runs.
+
+        Raises: RuntimeError for wrong values; NotImplementedError on a backend without windows; TypeError.
+        """
+        if not isinstance(cpu_buf, bool):
+            raise TypeError(f"cpu_buf must be True or False, got {cpu_buf!r}")
+        here = self._here()
+
+        async def made() -> TorchCommWindow:
+            with refusing():
+                window = await here.comm.window(window_size, signals=signal_size)
+            return TorchCommWindow(window, here, self._run)
+
+        return here.awaited(made)
 
     # -- defaults -----------------------------------------------------------------------------------------------------
 

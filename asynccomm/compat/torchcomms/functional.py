@@ -30,3 +30,13 @@ def reduce_scatter_single(comm: TorchComm, input: Tensor, dim: int = 0) -> Tenso
     """This rank's chunk along ``dim`` of the sum of all ranks' ``input``."""
     size = comm.get_size()
     return torch.ops.asynccomm.reduce_scatter(input, dim, size, comm.operator_name)  # type: ignore[no-any-return]
+
+
+def all_to_all_single(comm: TorchComm, input: Tensor) -> Tensor:
+    """Chunk r of dim 0 of ``input`` for rank r; the result has this rank's chunks of all ranks, in rank order."""
+    return torch.ops.asynccomm.all_to_all(input, comm.operator_name)  # type: ignore[no-any-return]
+
+
+def broadcast(comm: TorchComm, tensor: Tensor, root: int) -> Tensor:
+    """The ``tensor`` of rank ``root``; ``tensor`` is not changed."""
+    return torch.ops.asynccomm.broadcast(tensor, root, comm.operator_name)  # type: ignore[no-any-return]

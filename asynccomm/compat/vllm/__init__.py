@@ -12,7 +12,8 @@ On a thread without an event loop, calls block as in vLLM; in a coroutine the sa
 """
 
 from asynccomm.compat.vllm.coordinator import GroupCoordinator as GroupCoordinator
+from asynccomm.compat.vllm.message_queue import MessageQueue as MessageQueue
 from asynccomm.compat.vllm.world import destroy_distributed_environment as destroy_distributed_environment
 from asynccomm.compat.vllm.world import init_distributed_environment as init_distributed_environment
 
-__all__ = ["GroupCoordinator", "destroy_distributed_environment", "init_distributed_environment"]
+__all__ = ["GroupCoordinator", "MessageQueue", "destroy_distributed_environment", "init_distributed_environment"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 
@@ -13,13 +13,15 @@ from asynccomm.comm.comm import Comm, GraphCapture
 from asynccomm.comm.methods.tensor_dicts import GatheredDict
 from asynccomm.compat import operators
 from asynccomm.compat.either import EitherComm, at_once, in_order, outcome, same
-from asynccomm.compat.vllm.collectives import GroupCollectives
+from asynccomm.compat.vllm.broadcasters import GroupQueues
+from asynccomm.compat.vllm.experts import GroupExperts
+from asynccomm.compat.vllm.message_queue import MessageQueue
 from asynccomm.compat.vllm.world import environment
 from asynccomm.core.work import Work
 
 
 @final
-class GroupCoordinator(GroupCollectives, Awaitable["GroupCoordinator"]):
+class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"]):
     """A group of processes; all processes make the same groups in the same order.
 
     On a thread without a loop the constructor connects the group, and methods block. In a coroutine,
@@ -32,7 +34,9 @@ class GroupCoordinator(GroupCollectives, Awaitable["GroupCoordinator"]):
             in the order of its ranks.
         local_rank: this process's number on its host.
         torch_distributed_backend: the transport is that of ``init_distributed_environment``; ``"nccl"`` needs it there.
-        use_device_communicator, use_message_queue_broadcaster: accepted; the transport chooses the fastest way.
+        use_device_communicator: without it, ``dispatch`` and ``combine`` leave the tokens where they are.
+        use_message_queue_broadcaster: make ``mq_broadcaster``, a queue by which rank 0 broadcasts objects, so that it
+            does not wait for the other ranks. None in a group of one rank.
         group_name: None: "anonymous". ``unique_name`` has a number appended, and operators find the group by it.
 
     Raises: RuntimeError before ``init_distributed_environment``; ValueError naming the argument; errors of connecting.
@@ -52,6 +56,9 @@ class GroupCoordinator(GroupCollectives, Awaitable["GroupCoordinator"]):
         world = environment()
         self._device_comm: EitherComm | None = None
         self._cpu_comm: EitherComm | None = None
+        self._queues: list[MessageQueue] = []
+        self._use_device_communicator = use_device_communicator
+        self.mq_broadcaster: MessageQueue | None = None
         self.rank: int = world.cpu.comm.rank
         self.local_rank: int = local_rank
         if str(torch_distributed_backend) == "nccl" and world.device.comm.backend != "nccl":
@@ -67,16 +74,25 @@ class GroupCoordinator(GroupCollectives, Awaitable["GroupCoordinator"]):
         self._weights_only = world.weights_only
         label = world.name_of_next(group_name or "anonymous")  # not the unique name: processes may count differently
         parents = [world.cpu] if world.device is world.cpu else [world.cpu, world.device]
-        split = [partial(parent.derive, partial(parent.comm.split, self.ranks, label), same) for parent in parents]
-        self._connecting: Any = in_order(split, self._connected)
+        self._connected = False
+        steps: list[Callable[[], Any]] = [
+            partial(parent.derive, partial(parent.comm.split, self.ranks, label), self._join) for parent in parents
+        ]
+        if use_message_queue_broadcaster and self.world_size > 1:
+            steps.append(self.create_mq_broadcaster)
+        self._connecting: Any = in_order(steps, self._finish)
 
-    def _connected(self, comms: list[EitherComm]) -> Self:
-        self._cpu_comm, self._device_comm = comms[0], comms[-1]
+    def _join(self, comm: EitherComm | None) -> None:
+        assert comm is not None
+        self._cpu_comm, self._device_comm = self._cpu_comm or comm, comm
+
+    def _finish(self, _: object) -> None:
+        self.mq_broadcaster = self._queues[0] if self._queues else None
+        self._connected = True
         operators.register(self.unique_name, self)
-        return self
 
     def __await__(self) -> Generator[Any, None, GroupCoordinator]:
-        if self._cpu_comm is None:
+        if not self._connected:
             yield from self._connecting.__await__()
         return self
 
@@ -139,9 +155,11 @@ class GroupCoordinator(GroupCollectives, Awaitable["GroupCoordinator"]):
         return outcome(self._on_cpu().call(self.cpu_group.barrier), same)
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """The ``obj`` of rank ``src``, on all ranks."""
+        """The ``obj`` of rank ``src``, on all ranks; from rank 0 through ``mq_broadcaster``, if the group has it."""
         if self.world_size == 1:
             return at_once(obj)
+        if self.mq_broadcaster is not None and src == 0:
+            return self.mq_broadcaster.broadcast_object(obj)
         method = self.cpu_group.broadcast_object
         return outcome(self._on_cpu().call(method, obj, src, weights_only=self._weights_only), same)
 
@@ -263,11 +281,12 @@ class GroupCoordinator(GroupCollectives, Awaitable["GroupCoordinator"]):
             yield capture
 
     def destroy(self) -> Any:
-        """Close the group's comms, and forget its name; in a coroutine, ``await`` the call. Idempotent."""
+        """Close the group's queues and comms, and forget its name; in a coroutine, ``await`` the call. Idempotent."""
         operators.unregister(self.unique_name)
         cpu, device, self._cpu_comm, self._device_comm = self._cpu_comm, self._device_comm, None, None
         comms = [comm for comm in dict.fromkeys([device, cpu]) if comm is not None]
-        return in_order([comm.close for comm in comms], _nothing)
+        queues, self._queues, self.mq_broadcaster = self._queues, [], None
+        return in_order([*[queue.close for queue in queues], *[comm.close for comm in comms]], _nothing)
 
     def __repr__(self) -> str:
         return f"<GroupCoordinator {self.unique_name!r} of ranks {self.ranks}, rank {self.rank_in_group} in the group>"

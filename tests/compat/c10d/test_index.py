@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import distributed_c10d as torch_c10d
 
 import asynccomm.compat.c10d as dist
+from tests.compat.index import rows_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -174,7 +175,7 @@ SHOWN: Final = {
         "recorder::test_a_timeout_is_dumped_on_all_ranks recorder::test_torch_s_tool_finds_who_is_missing"
     ),
     "C126 access to state": "world::test_groups_that_are_none",
-    "C127 private checks": "validation::test_lists_on_the_root_alone",
+    "C127 private checks": "private::test_checks validation::test_lists_on_the_root_alone",
     "C128 private helpers": "coalescing::test_what_a_manager_keeps",
     "C129 private names": "private::test_names",
     "C130 steps of shrinking": "shrinking::test_who_is_left_out_does_not_call_it",
@@ -221,6 +222,51 @@ SHOWN: Final = {
     "H79 counts, ranks and unknown names": "world::test_what_is_destroyed_is_forgotten",
 }
 
+METHODS: Final = "tests/comm/methods"
+COLLECTIVES: Final = f"{METHODS}/test_collectives.py::test_results_are_the_tensors_passed_in"
+DIMS: Final = f"{METHODS}/test_variable.py::test_all_gather_single_and_gather_single"
+SCATTERED: Final = f"{METHODS}/test_variable.py::test_reduce_scatter_single_and_scatter_single"
+MESSAGES: Final = f"{METHODS}/test_p2p.py::test_ordered_by_pair_and_tag"
+
+#: rows of the document's table of calls, each with tests of the right side
+ROWS: Final = {
+    '`init_process_group("gloo")`': (
+        "tests/comm/test_new_comm.py::test_names_can_be_used_again_and_comms_live_side_by_side"
+    ),
+    "`dist.all_reduce(t)`": COLLECTIVES,
+    "`w = dist.all_reduce(t, async_op=True); w.wait()`": COLLECTIVES,
+    "a Work of torch's": "tests/interop/test_wrapped_work.py::test_the_loop_turns_until_the_outputs_are_there",
+    "an existing process group": "tests/interop/test_wrap.py::test_comms_over_a_group",
+    "`init_device_mesh(...)`": "tests/interop/test_mesh.py::test_torch_runs_on_it",
+    "`all_gather_into_tensor(out, t)`": DIMS,
+    "`reduce_scatter_tensor(out, t)`": SCATTERED,
+    "`gather(t, outs, dst=0)`, `scatter(t, ins, src=0)`": COLLECTIVES,
+    "`isend(t, dst, tag)`, `irecv(t, src, tag)`": MESSAGES,
+    "`recv(t, src=None)`, which returns the sender": f"{METHODS}/test_p2p.py::test_from_any_source",
+    "`all_to_all_single(out, t, out_splits, in_splits)`": f"{METHODS}/test_variable.py::test_all_to_all_v_single",
+    "the same, with `out_splits` not known yet": f"{METHODS}/test_variable.py::test_all_to_all_v_single",
+    "`batch_isend_irecv([P2POp(...), ...])`": f"{METHODS}/test_p2p.py::test_a_ring",
+    "`all_gather_object(objs, obj)`": f"{METHODS}/test_objects.py::test_all_gather_object",
+    "`new_group(ranks)`, on all ranks": f"{METHODS}/test_groups.py::test_the_order_of_the_list_is_that_of_the_ranks",
+    "`_coalescing_manager()`": "tests/comm/test_coalesce.py::test_one_batch_of_everything",
+    "the same, for one list": (
+        f"{METHODS}/test_lists.py::test_all_reduce {METHODS}/test_lists.py::test_broadcast "
+        f"{METHODS}/test_lists.py::test_all_gather {METHODS}/test_lists.py::test_reduce_scatter"
+    ),
+    "`_time_estimator()`": "tests/comm/test_scopes.py::test_calls_during_the_estimate_are_sent",
+    "`monitored_barrier()`, on gloo only": (
+        "tests/comm/test_monitored_barrier.py::test_missing_ranks_are_named_on_all_ranks"
+    ),
+    "`broadcast(t, src=0)`, `reduce(t, dst=0)`": COLLECTIVES,
+    "`scatter_object_list(out, objs, src=0)`": f"{METHODS}/test_objects.py::test_scatter_object_list",
+    "`new_subgroups(size)`": f"{METHODS}/test_groups.py::test_subgroups_are_consecutive_ranks",
+    "`dist.ReduceOp.SUM`": "tests/ops/test_reduce_op.py::test_torchs_members_and_instances_are_understood",
+    "ranks are global": "p2p::test_global_ranks_and_ranks_of_the_group",
+    "a timeout kills the process, or raises much later": (
+        "tests/comm/test_session.py::test_deadline_names_the_ranks_that_did_not_come"
+    ),
+}
+
 # what is shown above is otherwise than in torch, on purpose
 DIFFERENT: Final = {
     "C73": "who is in no group gets NON_GROUP_MEMBER, also with use_local_synchronization: None is the default group",
@@ -237,7 +283,6 @@ PARTLY: Final = {
     "C112": "all ranks give split sizes, or none: who gives none cannot know of the others, and what is even is a "
     "collective of its own, which backends do in another way, and whose sizes are compared",
     "C126": "`_WorldMeta` and `_export_c_types` are not here: nothing of what is done with a group needs them",
-    "C127": "`_check_single_backend_availability` is not here",
     "C129": "`_create_process_group_wrapper` is not here, nor `_get_split_source`: there is no wrapper, and groups are "
     "split by `split_group`",
     "C130": "the steps have no names of their own: `shrink_group` is one",
@@ -254,7 +299,6 @@ def test_every_item_is_here() -> None:
 MISSING: Final = {  # names of torch's that PARTLY tells of
     "C67": ["_create_process_group_wrapper"],
     "C126": ["_WorldMeta", "_export_c_types"],
-    "C127": ["_check_single_backend_availability"],
     "C129": ["_create_process_group_wrapper", "_get_split_source"],
     "C130": ["_validate_shrink_inputs", "_prepare_shrink_target_group", "_validate_shrink_backend_requirements"],
 }
@@ -272,13 +316,17 @@ def test_what_is_partly_there_is_shown() -> None:
 
 def test_every_test_is_there() -> None:
     known: dict[Path, set[str]] = {}
-    for name in " ".join(SHOWN.values()).split():
+    for name in " ".join([*SHOWN.values(), *ROWS.values()]).split():
         file, function = name.split("::")
         path = ROOT / file if "/" in file else HERE / f"test_{file}.py"
         if path not in known:
             functions = (ast.FunctionDef, ast.AsyncFunctionDef)
             known[path] = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, functions)}
         assert function in known[path], name
+
+
+def test_the_rows_of_the_document_are_tested() -> None:
+    assert rows_of("torch.distributed") == list(ROWS)
 
 
 def test_every_name_is_exported() -> None:

@@ -66,6 +66,8 @@ def test_checks() -> None:
     one = torch.ones(1)
     assert dist._as_iterable([one]) == [one]
     assert dist._as_iterable(one) == (one,)
+    assert dist._check_single_backend_availability("GLOO")
+    assert not dist._check_single_backend_availability("carrier pigeons")
     dist._check_op(dist.isend)
     dist._check_op(dist.irecv)
     with pytest.raises(ValueError, match="op must be isend or irecv"):

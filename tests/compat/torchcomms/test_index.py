@@ -15,7 +15,7 @@ HERE: Final = Path(__file__).parent
 OPERATIONS: Final = "collectives::test_every_operation_without_a_loop collectives::test_every_operation_awaited"
 MAKING: Final = "comm::test_a_comm_without_a_loop comm::test_a_comm_in_a_coroutine"
 OBJECTS: Final = "objcol::test_the_documents_examples objcol::test_lists_are_filled_by_awaiting"
-WINDOWS: Final = "with windows"
+WINDOWS: Final = "window::test_windows_without_a_loop window::test_windows_awaited"
 
 SHOWN: Final = {
     "T1 new_comm": MAKING,
@@ -29,6 +29,8 @@ SHOWN: Final = {
     **{f"T{number} get_*": MAKING for number in range(24, 30)},
     "T30 split": MAKING,
     "T31 unsafe_get_backend": MAKING,
+    "T32 window_allocate": WINDOWS,
+    **{f"T{number} TorchCommWindow": WINDOWS for number in range(46, 52)},
     "T33 ReduceOp": OPERATIONS,
     "T34 PREMUL_SUM": OPERATIONS,
     "T35 RedOpType": "index::test_reductions_are_made_of_their_types",
@@ -45,6 +47,8 @@ SHOWN: Final = {
     "T52 init_device_mesh": "device_mesh::test_training_over_a_mesh",
     **{f"T{number} objcol": OBJECTS for number in range(53, 60)},
     "newer: hooks": "hooks::test_hooks_see_each_call_once comm::test_aborting",
+    "newer: hooks.NanCheckHook": "hooks::test_nan_is_refused",
+    "newer: hooks.FlightRecorderHook": "hooks::test_the_recorder_has_operations_until_they_are_done",
     "newer: get_init_handle, reconfigure": "comm::test_reconfiguring comm::test_reconfiguring_in_a_coroutine",
     "newer: set_hints, set_timeout": "comm::test_defaults_of_later_operations",
     "newer: abort, is_aborted": "comm::test_aborting",
@@ -76,23 +80,24 @@ ROWS: Final = {
     "`device_mesh.init_device_mesh(...)`": "device_mesh::test_training_over_a_mesh",
     "`register_pre_hook`, `register_post_hook`": "hooks::test_hooks_see_each_call_once",
     "`register_abort_hook`, `abort()`, `is_aborted()`": "comm::test_aborting",
+    "`hooks.NanCheckHook(check_inputs, check_outputs)`": "hooks::test_nan_is_refused",
+    "`hooks.FlightRecorderHook(max_entries)`": "hooks::test_the_recorder_has_operations_until_they_are_done",
     "`functional`": "functional::test_a_compiled_function_keeps_the_operators",
     "`set_timeout`, `set_hints`": "comm::test_defaults_of_later_operations",
-    "`window_allocate`, `TorchCommWindow`": "index::test_methods_that_are_not_here_are_listed",
+    "`window_allocate(size, cpu_buf, signal_size)`": WINDOWS,
+    "`TorchCommWindow`: `put`, `signal`, `wait_signal`": WINDOWS,
+    "`get_tensor(rank, ...)` of another rank": WINDOWS,
 }
 
 #: items that are not here, and the reason
 NOT_HERE: Final = {
-    "T32 window_allocate": WINDOWS,
-    **{f"T{number} TorchCommWindow": WINDOWS for number in range(46, 52)},
-    "newer: new_window, tensor_register": WINDOWS,
+    "newer: new_window, tensor_register": "the documented windows are here; windows over a caller's tensor are not",
     "newer: get_mem_allocator": "memory of NCCL's own: no backend here has any",
-    "newer: hooks.FlightRecorderHook": "compat.c10d has a flight recorder; Comm.diagnose() asks all ranks",
-    "newer: hooks.NanCheckHook, clog": "a pre hook can check and write; ready-made ones are not here",
+    "newer: hooks.clog": "a pre hook can write; a ready-made one is not here",
     "newer: all_gather_p_init, get_device_transport, transport, distwrap": "of single backends; nothing here has these",
     "newer: register_backend, TorchCommBackend": "asynccomm.backends.base has the interface for backends",
 }
-ABSENT: Final = ["window_allocate", "new_window", "get_mem_allocator", "all_gather_p_init"]  # of TorchComm's methods
+ABSENT: Final = ["new_window", "get_mem_allocator", "all_gather_p_init"]  # of TorchComm's methods
 
 SIGNATURES: Final = {
     "all_gather": ["tensor_list", "tensor", "async_op"],
@@ -122,6 +127,14 @@ OTHERS: Final = {
     "get_rank": [],
     "get_size": [],
     "unsafe_get_backend": [],
+    "window_allocate": ["window_size", "cpu_buf", "signal_size"],
+}
+WINDOW: Final = {
+    "get_size": [],
+    "get_tensor": ["rank", "sizes", "dtype", "offset"],
+    "put": ["tensor", "dst_rank", "target_disp", "async_op"],
+    "signal": ["signal_disp", "signal_val", "dst_rank", "async_op"],
+    "wait_signal": ["signal_disp", "signal_val", "cmp_op", "async_op"],
 }
 
 
@@ -140,10 +153,12 @@ def test_the_rows_of_the_document_are_tested() -> None:
 
 
 def test_the_methods_and_their_arguments_are_torchcomms() -> None:
-    assert len(SIGNATURES) + len(OTHERS) + 1 == 26  # with window_allocate
+    assert len(SIGNATURES) + len(OTHERS) == 26
     for name, parameters in {**{k: [*v, "hints", "timeout"] for k, v in SIGNATURES.items()}, **OTHERS}.items():
         found = list(inspect.signature(getattr(torchcomms.TorchComm, name)).parameters)
         assert found == ["self", *parameters], name
+    for name, parameters in WINDOW.items():
+        assert list(inspect.signature(getattr(torchcomms.TorchCommWindow, name)).parameters) == ["self", *parameters]
     made = list(inspect.signature(torchcomms.new_comm).parameters)
     assert made[:4] == ["backend", "device", "name", "abort_process_on_timeout_or_error"]
     assert made[4:8] == ["timeout", "high_priority_stream", "store", "hints"]

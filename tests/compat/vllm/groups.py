@@ -24,5 +24,5 @@ async def without_a_loop(comm: Comm, program: Callable[[], Any], **options: Any)
     await asyncio.to_thread(whole)
 
 
-def group_of(lists: list[list[int]], name: str | None = None) -> vllm.GroupCoordinator:
-    return vllm.GroupCoordinator(lists, 0, "gloo", use_device_communicator=True, group_name=name)
+def group_of(lists: list[list[int]], name: str | None = None, queue: bool = False) -> vllm.GroupCoordinator:
+    return vllm.GroupCoordinator(lists, 0, "gloo", True, queue, name)
