@@ -34,4 +34,4 @@ def plot(rows: Sequence[Measurement], path: Path) -> None:
         grid[1][column].set_xlabel("size (bytes)")
     if sized:
         figure.suptitle(f"{sized[0].ranks} ranks, backend {sized[0].backend}")
-    figure.savefig(path, format="png", dpi=90)
+    figure.savefig(path, format="png", dpi=75)
