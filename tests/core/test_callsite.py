@@ -109,11 +109,8 @@ async def test_nobody_asks_without_a_channel() -> None:
 def test_texts_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callsite, "_shown", {})
     monkeypatch.setattr(callsite, "SHOWN", 2)
-    codes = [compile("\n" * line + "f()", f"made{line}.py", "exec") for line in range(3)]
+    codes = [compile("f()", f"made{number}.py", "exec") for number in range(3)]
     for _ in range(2):
         assert [show((code, 0)).split(":")[0] for code in codes] == ["made0.py", "made1.py", "made2.py"]
-            show((code, 0)).split(" in ")[0] for code in codes
-        ]
-        assert len({show((code, 0)) for code in codes}) == 3
         assert len(callsite._shown) <= 2
     assert show((codes[2], 0)) is show((codes[2], 0))
