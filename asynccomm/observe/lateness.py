@@ -65,7 +65,7 @@ class Lateness(NamedTuple):
 class ArrivalLog(Watcher):
     """The times of this rank's calls of collectives that were not sent yet.
 
-    Of many calls the log keeps those whose numbers are multiples of 2, of 4, and so on: the same ones on all ranks.
+    Of many calls the log keeps those with multiples of 2, of 4, and so on as numbers: the same ones on all ranks.
 
     Args:
         on_closed: called when the comm closes.
