@@ -15,19 +15,18 @@ over rounds of rank 0's time for one operation; the ratio is the peer's time ove
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Any
 
 import torch
-from mpi_peer import MpiRanks, mpi_ranks, why_not
-from operations import NO_FUTURE, OPS, SIZES, Op, floats, one_way
 from report import Results, Row, print_rows
-from rounds import Body, arguments, in_turns, start_ranks, timed
+from rounds import arguments, start_ranks
 from torch import distributed as dist
 
+from asynccomm.benchmarks.contenders import measure
+from asynccomm.benchmarks.mpi_launcher import why_not
+from asynccomm.benchmarks.mpi_peer import mpi_ranks
+from asynccomm.benchmarks.operations import OPS, SIZES, floats
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run
@@ -35,58 +34,19 @@ from asynccomm.runner import run
 PEERS = ["gloo", "gloo-future", "mpi"]
 
 
-def contender(name: str, op: Op, comm: Comm, tensors: tuple[Any, Any]) -> Body:
-    """asynccomm or a peer that runs in this process."""
-    output, source = tensors
-    loop = asyncio.get_running_loop()
-
-    async def ours(count: int) -> None:
-        for _ in range(count):
-            await op.ours(comm, output, source)
-
-    async def gloo(count: int) -> None:
-        for _ in range(count):
-            op.torch(output, source, False)
-
-    async def gloo_future(count: int) -> None:
-        for _ in range(count):
-            done = loop.create_future()
-            future = op.torch(output, source, True).get_future()
-            future.add_done_callback(lambda _, done=done: loop.call_soon_threadsafe(done.set_result, None))
-            await done
-
-    return timed({"asynccomm": ours, "gloo": gloo, "gloo-future": gloo_future}[name])
-
-
-async def elsewhere(count: int) -> float:
-    """A turn of processes that rank 0 alone speaks to, as the other ranks see it: they go on to the next barrier."""
-    return 0.0
-
-
-async def measure(
-    comm: Comm, op: Op, nbytes: int, peers: Sequence[str], mpi: MpiRanks | None, rounds: int
-) -> list[Row]:
-    """One operation at one size: a row per peer, meaningful on rank 0."""
-    n = floats(nbytes)
-    tensors = op.tensors(n, comm.rank, comm.size)
-    bodies: dict[str, Body] = {}
-    for name in ["asynccomm", *(p for p in peers if not (p == "gloo-future" and op.name in NO_FUTURE))]:
-        if name == "mpi":
-            bodies[name] = elsewhere if mpi is None else mpi.body(op.name, n)
-        else:
-            bodies[name] = contender(name, op, comm, tensors)
-    us = {name: one_way(op.name, value) for name, value in (await in_turns(comm, bodies, rounds)).items()}
+def rows_of(comm: Comm, op: str, nbytes: int, us: dict[str, float]) -> list[Row]:
+    """A row for each peer."""
     return [
         Row(
-            op=op.name,
-            bytes=0 if op.name == "barrier" else nbytes,
+            op=op,
+            bytes=0 if op == "barrier" else nbytes,
             ranks=comm.size,
             backend=comm.backend,
             asynccomm_us=us["asynccomm"],
             peer=peer,
             peer_us=us[peer],
         )
-        for peer in list(bodies)[1:]
+        for peer in list(us)[1:]
     ]
 
 
@@ -105,7 +65,8 @@ async def measure_all(args: argparse.Namespace) -> None:
         rows: Results[Row] = stack.enter_context(Results(show, args.json))
         for name in args.ops:
             for nbytes in [8] if name == "barrier" else args.sizes:
-                found = await measure(comm, OPS[name], nbytes, args.peers, mpi, args.rounds)
+                us = await measure(comm, OPS[name], floats(nbytes), args.peers, mpi, args.rounds)
+                found = rows_of(comm, name, nbytes, us)
                 rows.add(*found)
                 if comm.rank == 0:
                     for row in found:

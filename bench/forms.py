@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from operations import floats
-from parts import uneven
 from report import Results, print_table
 from rounds import arguments, in_turns, start_ranks, timed
 from torch import Tensor
 from torch import distributed as dist
 
+from asynccomm.benchmarks.operations import floats
+from asynccomm.benchmarks.parts import uneven
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from operations import OPS, SIZES, Op, floats, one_way
 from report import Results, print_table
 from rounds import Body, arguments, in_turns, start_ranks, timed
 
 from asynccomm.backends.registry import backend_names, load_backend
+from asynccomm.benchmarks.operations import OPS, SIZES, MeasuredOp, floats, one_way
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.options import HINTS, check_hints
@@ -42,7 +42,7 @@ class HintRow:
     us: float  #: microseconds of one operation
 
 
-def contender(op: Op, comm: Comm, n: int) -> Body:
+def contender(op: MeasuredOp, comm: Comm, n: int) -> Body:
     output, source = op.tensors(n, comm.rank, comm.size)
 
     async def run_on(count: int) -> None:

@@ -21,10 +21,10 @@ from typing import Any, Final
 
 import torch
 from namespaces import INTERFACE, sent_bytes, two_hosts, why_not
-from operations import OPS, SIZES, Op, floats
 from report import Results, print_table
 from rounds import ROUNDS, in_turns, timed
 
+from asynccomm.benchmarks.operations import OPS, SIZES, MeasuredOp, floats
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run
@@ -56,13 +56,13 @@ class HostsRow:
         object.__setattr__(self, "sent_ratio", self.hierarchical_sent / self.gloo_sent)
 
 
-async def repeated(comm: Comm, op: Op, tensors: tuple[Any, Any], count: int) -> None:
+async def repeated(comm: Comm, op: MeasuredOp, tensors: tuple[Any, Any], count: int) -> None:
     output, source = tensors
     for _ in range(count):
         await op.ours(comm, output, source)
 
 
-async def sent(comm: Comm, op: Op, tensors: tuple[Any, Any], nbytes: int) -> float:
+async def sent(comm: Comm, op: MeasuredOp, tensors: tuple[Any, Any], nbytes: int) -> float:
     """Bytes that the hosts send for one operation; the same on all ranks."""
     count = max(3, min(50, COUNTED // max(nbytes, 1)))
     counts = os.environ["LOCAL_RANK"] == "0"

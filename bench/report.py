@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 
 from rich.console import Console
 from rich.table import Table
+
+from asynccomm.benchmarks.rows import write_rows
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,13 +42,6 @@ class Row:
 def median(values: Iterable[float]) -> float:
     """The middle one. Benches take it over rounds: a mean would be that of the machine's other work."""
     return statistics.median(values)
-
-
-def write_rows(path: Path | str, rows: Sequence[DataclassInstance]) -> None:
-    """Write ``rows`` to ``path`` as a JSON list of objects, at once: an interruption leaves what was there before."""
-    new = Path(f"{path}.new")
-    new.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    os.replace(new, path)
 
 
 @final

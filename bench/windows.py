@@ -13,10 +13,11 @@ import argparse
 from contextlib import AsyncExitStack
 
 import torch
-from mpi_peer import MpiRanks, mpi_ranks, why_not
 from report import Results, Row, print_rows
 from rounds import Body, arguments, in_turns, start_ranks, timed
 
+from asynccomm.benchmarks.mpi_launcher import why_not
+from asynccomm.benchmarks.mpi_peer import MpiRanks, mpi_ranks
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.ops import SignalCmpOp

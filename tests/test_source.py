@@ -14,7 +14,7 @@ PACKAGE = ROOT / "asynccomm"
 LAYERS = [
     "version errors options ops core control store serialization backends batching rendezvous observe windows queues",
     "comm runner",
-    "experts gradients blocking interop weights compat cli testing",
+    "experts gradients blocking interop weights compat benchmarks cli testing",
 ]
 ORDER = [package for layer in LAYERS for package in layer.split()]
 

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from asynccomm.cli import diagnose, doctor, run, top, trace
+from asynccomm.cli import bench, diagnose, doctor, run, top, trace
 from asynccomm.version import __version__
 
 
@@ -54,6 +54,7 @@ def _main(argv: Sequence[str] | None) -> int:
     diagnose.add_command(commands)
     trace.add_command(commands)
     top.add_command(commands)
+    bench.add_command(commands)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -69,15 +69,15 @@ def add_command(commands: Commands) -> None:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-n", "--ranks", type=_at_least_one, required=True, metavar="N", help="number of ranks on this node")
-    add("--nodes", type=_at_least_one, default=1, metavar="N", help="number of nodes, which all run this command")
+    add("-n", "--ranks", type=at_least_one, required=True, metavar="N", help="number of ranks on this node")
+    add("--nodes", type=at_least_one, default=1, metavar="N", help="number of nodes, which all run this command")
     add("--node-rank", type=_number, metavar="K", help="number of this node, from 0")
     store = "where node 0 hosts the store, as all nodes reach it"
     add("--store", type=_address, metavar="HOST:PORT", help=store)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     add("--master-port", type=_port, default=0, metavar="PORT", help="where the store listens (default: any free port)")
     add("--run-id", metavar="ID", help="name of the run, TORCHELASTIC_RUN_ID (default: random)")
-    add("--cpus-per-rank", type=_at_least_one, metavar="K", help="pin each rank to K CPUs of its own, with K threads")
+    add("--cpus-per-rank", type=at_least_one, metavar="K", help="pin each rank to K CPUs of its own, with K threads")
     add("--log-dir", type=Path, metavar="DIR", help="write what ranks print to DIR/rank0.log, ... instead")
     add("--tee", action="store_true", help="with --log-dir: print it as well")
     add("--no-prefix", action="store_true", help="pass lines on without their rank in front")
@@ -86,9 +86,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="OUT.json", help="write a trace of all ranks, for Perfetto")
     add("--elastic", action="store_true", help="go on when a rank is lost (see Comm.shrink)")
     least = "an elastic run fails when fewer ranks are left (default: 1)"
-    add("--min-ranks", type=_at_least_one, metavar="N", help=least)
+    add("--min-ranks", type=at_least_one, metavar="N", help=least)
     restart = "elastic, and N lost ranks are replaced: ASYNCCOMM_NEWCOMER is set for newcomers, which call join_comm"
-    add("--restart", type=_at_least_one, metavar="N", help=restart)
+    add("--restart", type=at_least_one, metavar="N", help=restart)
     add("script", metavar="SCRIPT", help="a Python script, or a module with -m")
     add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="given to the script as they are")
 
@@ -98,7 +98,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     nodes = options.nodes
     where = ("127.0.0.1", arguments.master_port) if nodes is None else (nodes.host, nodes.port)
     try:
-        listening = None if nodes is not None and nodes.number > 0 else _listen(_host_to_listen_at(where[0]), where[1])
+        listening = None if nodes is not None and nodes.number > 0 else listen(_host_to_listen_at(where[0]), where[1])
     except OSError as exc:
         name = "--master-port" if nodes is None else "--store"
         parser.error(f"argument {name}: cannot listen at {where[0]}:{where[1]}: {exc.strerror}")
@@ -140,7 +140,7 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         size=size,
         command=(sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments),
         run_id=arguments.run_id or secrets.token_hex(8),
-        threads=str(per_rank) if per_rank else _threads(os.environ, len(cpus), size),
+        threads=str(per_rank) if per_rank else threads_of(os.environ, len(cpus), size),
         cpus=tuple(sets),
         prefix=not arguments.no_prefix,
         log_dir=log_dir,
@@ -181,7 +181,7 @@ def _host_to_listen_at(host: str) -> str:
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Claim the port before any rank starts; ranks that connect before the store takes over wait in the backlog.
 
     Not ``store.server.listen``, because that module imports torch.
@@ -197,7 +197,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _threads(environ: Mapping[str, str], cpus: int, size: int) -> str:
+def threads_of(environ: Mapping[str, str], cpus: int, size: int) -> str:
+    """The number of threads of each rank, OMP_NUM_THREADS."""
     return environ.get("OMP_NUM_THREADS") or str(max(1, cpus // size))
 
 
@@ -206,7 +207,8 @@ def _fail(parser: argparse.ArgumentParser, message: str) -> int:
     return 1
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """The type of an argument."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
     return int(text)

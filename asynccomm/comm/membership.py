@@ -276,16 +276,18 @@ async def _regroup(
         raise
     session.regrouping = None
     try:
-        await _yield_store(session, [rank for rank in new.identity.parent_ranks if rank >= 0])
+        await _yield_store(session, new.identity.parent_ranks)
     except asyncio.CancelledError:
         await shielded(_drop(new))
         raise
     return new
 
 
-async def _yield_store(session: Session, members: Sequence[int]) -> None:
-    """Close ``session``, which a new comm of its ranks ``members`` replaces."""
+async def _yield_store(session: Session, new_members: Sequence[int]) -> None:
+    """Close ``session``, which a new comm of its ranks ``new_members`` replaces; -1 is a newcomer."""
     assert session.reporter is not None
+    session.submitter.watchers.regrouped(new_members)
+    members = [rank for rank in new_members if rank >= 0]
     session.reporter.followers = [session.identity.job_ranks[rank] for rank in members]
     session.identity.job.followed = True
     session.retire()

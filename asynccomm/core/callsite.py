@@ -7,6 +7,8 @@ from sys import _getframe
 from types import CodeType
 from typing import Final
 
+SHOWN: Final = 1024  # texts that are kept
+
 CallSite = tuple[CodeType, int]  # and the offset of the instruction
 
 
@@ -40,11 +42,20 @@ def _is_ours(name: str) -> bool:
     return not name.startswith(f"{_PACKAGE}testing{os.sep}")  # testing uses the package as user code does
 
 
+_shown: dict[tuple[int, int], tuple[CodeType, str]] = {}  # by id and instruction; a kept code object keeps its id
+
+
 def show(site: CallSite | None) -> str:
     """``site`` as text; empty if unknown."""
     if site is None:
         return ""
-    return f"{site[0].co_filename}:{line_number(site)} in {site[0].co_name}"
+    key = id(site[0]), site[1]
+    shown = _shown.get(key)
+    if shown is None:
+        if len(_shown) >= SHOWN:
+            _shown.clear()
+        shown = _shown[key] = site[0], f"{site[0].co_filename}:{line_number(site)} in {site[0].co_name}"
+    return shown[1]
 
 
 def line_number(site: CallSite) -> int:

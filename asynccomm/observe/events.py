@@ -39,9 +39,10 @@ class Event(NamedTuple):
     site: str = ""  #: place of the call; empty: unknown
     started: float | None = None  #: time of the call
     error: BaseException | None = None  #: of "failure" and "abort"
-    rank: int | None = None  #: the rank that "membership" is about, or that aborted
+    rank: int | None = None  #: the rank that has left ("membership"), or that aborted
     reason: str = ""  #: of "membership": the loss; empty: the rank has closed the comm in order
     arrivals: Mapping[int, float] | None = None  #: of "arrivals": time of each rank's call, by this rank's clock
+    members: tuple[int, ...] | None = None  #: of "membership": ranks that go on as another comm; -1 is a newcomer
 
 
 def of_call(
@@ -64,15 +65,32 @@ def _events_of(note: Event | CallNote | Called) -> list[Event]:
         return [of_call(*note)]
     op, site, seq, started, finished = note
     assert finished is not None
-    return [
-        of_call("call", started, op, seq, site, started),
-        of_call("send", started, op, seq, site, started),
-        of_call("completion", finished, op, seq, site, started),
-    ]
+    call = of_call("call", started, op, seq, site, started)
+    same = call[2:]  # the text of the call site is made once
+    return [call, Event("send", started, *same), Event("completion", finished, *same)]
+
+
+class _MemberWatcher(Watcher):
+    """Makes an event of each change of the comm's members, once for each rank."""
+
+    def __init__(self) -> None:
+        self._departed: set[int] = set()
+
+    def _member_event(self, event: Event) -> None:
+        """The members have changed."""
+        raise NotImplementedError
+
+    def departed(self, rank: int, how: str) -> None:
+        if rank not in self._departed:
+            self._departed.add(rank)
+            self._member_event(Event("membership", time.monotonic(), rank=rank, reason=how))
+
+    def regrouped(self, members: Sequence[int]) -> None:
+        self._member_event(Event("membership", time.monotonic(), members=tuple(members)))
 
 
 @final
-class EventStream(Watcher, AsyncIterator[Event]):
+class EventStream(_MemberWatcher, AsyncIterator[Event]):
     """The events of a comm from now on, for one reader: ``async for event in comm.events()``.
 
     The stream ends when the comm closes or ``close`` is called. Cancelling a wait for the next event is safe.
@@ -84,13 +102,13 @@ class EventStream(Watcher, AsyncIterator[Event]):
     """
 
     def __init__(self, mailbox: Mailbox, size: int, detach: Callable[[EventStream], object]) -> None:
+        super().__init__()
         self.dropped: int = 0  #: notes that were dropped because the reader was too slow
         self._mailbox = mailbox
         self._notes: deque[Event | CallNote | Called] = deque(maxlen=size)
         self._size = size
         self._ready: deque[Event] = deque()  # events of the last note that was read
         self._deferred: set[Work[Any]] = set()
-        self._departed: set[int] = set()
         self._detach = detach
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
@@ -130,11 +148,8 @@ class EventStream(Watcher, AsyncIterator[Event]):
             self.departed(error.rank, error.detail)
         self._add(Event("failure", time.monotonic(), error=error))
 
-    def departed(self, rank: int, how: str) -> None:
-        if rank in self._departed:
-            return
-        self._departed.add(rank)
-        self._add(Event("membership", time.monotonic(), rank=rank, reason=how))
+    def _member_event(self, event: Event) -> None:
+        self._add(event)
 
     def arrived(self, op: Op, seq: int, arrivals: Mapping[int, float]) -> None:
         self._add(Event("arrivals", time.monotonic(), op, seq, op.label, op.nbytes, arrivals=dict(arrivals)))
@@ -180,13 +195,14 @@ class EventStream(Watcher, AsyncIterator[Event]):
 
 
 @final
-class Hook(Watcher):
+class Hook(_MemberWatcher):
     """Functions that are called with the events of a comm; ``remove`` ends that.
 
     Args:
         pre: called with the "call" event before the operation is sent; an exception refuses the call.
         post: called with the "completion" or "failure" event, on the thread that finds the end.
         abort: called with the error when the comm breaks.
+        membership: called with each "membership" event, on the thread that finds the change.
         detach: removes this watcher from the comm.
     """
 
@@ -197,9 +213,11 @@ class Hook(Watcher):
         pre: Callable[[Event], object] | None,
         post: Callable[[Event], object] | None,
         abort: Callable[[BrokenError], object] | None,
+        membership: Callable[[Event], object] | None,
         detach: Callable[[Hook], object],
     ) -> None:
-        self._pre, self._post, self._abort = pre, post, abort
+        super().__init__()
+        self._pre, self._post, self._abort, self._membership = pre, post, abort, membership
         self._detach = detach
 
     def before(self, op: Op) -> None:
@@ -218,7 +236,13 @@ class Hook(Watcher):
         event = of_call(*of_work("completion" if error is None else "failure", when, work, error))
         self._guarded(partial(self._post, event))
 
+    def _member_event(self, event: Event) -> None:
+        if self._membership is not None:
+            self._guarded(partial(self._membership, event))
+
     def broke(self, error: BrokenError) -> None:
+        if isinstance(error, PeerLostError):  # often found by the transport, before the control channel
+            self.departed(error.rank, error.detail)
         if self._abort is not None:
             self._guarded(partial(self._abort, error))
 

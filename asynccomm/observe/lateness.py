@@ -65,21 +65,25 @@ class Lateness(NamedTuple):
 class ArrivalLog(Watcher):
     """The times of this rank's calls of collectives that were not sent yet.
 
+    Of many calls the log keeps those with multiples of 2, of 4, and so on as numbers: the same ones on all ranks.
+
     Args:
         on_closed: called when the comm closes.
     """
 
     def __init__(self, on_closed: Callable[[], object]) -> None:
         self._on_closed = on_closed
-        self._calls: deque[tuple[int, Op, float]] = deque(maxlen=1 << 16)
+        self._calls: deque[tuple[int, Op, float]] = deque()  # appending is atomic
+        self._mask = 0  # bits that the number of a kept call does not have
+        self._lock = threading.Lock()
         self._deferred: set[Work[Any]] = set()
 
     def closed(self) -> None:
         self._on_closed()
 
     def finished(self, call: Called) -> None:
-        if not call[0].p2p:
-            self._calls.append((call[2], call[0], call[3]))
+        if not call[2] & self._mask and not call[0].p2p:
+            self._add(call[2], call[0], call[3])
 
     def called(self, call: Call, work: Work[Any]) -> None:
         if call.op.p2p:
@@ -88,23 +92,36 @@ class ArrivalLog(Watcher):
             self._deferred.add(work)
             work.listen(lambda: self.sent([work]))
         else:
-            self._calls.append((work.seq, work.op, work.started))
+            self._add(work.seq, work.op, work.started)
 
     def sent(self, works: Sequence[Work[Any]]) -> None:
         for work in works:
             if work in self._deferred:
                 self._deferred.discard(work)
                 if work.seq != UNNUMBERED:
-                    self._calls.append((work.seq, work.op, work.started))
+                    self._add(work.seq, work.op, work.started)
 
     def take(self) -> list[tuple[int, Op, float]]:
         """Number, operation and time of the calls since the last time, at most ``SENT`` of them."""
-        calls = [self._calls.popleft() for _ in range(len(self._calls))]
-        step = 1
-        while len(calls) > SENT:
-            step *= 2
-            calls = [call for call in calls if call[0] % step == 0]
-        return calls
+        with self._lock:
+            self._thin(SENT)
+            self._mask = 0
+            return [self._calls.popleft() for _ in range(len(self._calls))]
+
+    def _add(self, seq: int, op: Op, started: float) -> None:
+        self._calls.append((seq, op, started))
+        if len(self._calls) >= 2 * SENT:
+            with self._lock:
+                self._thin(SENT)
+
+    def _thin(self, most: int) -> None:
+        """Keep at most ``most`` calls. Under the lock."""
+        while len(self._calls) > most:
+            self._mask = 2 * self._mask + 1
+            for _ in range(len(self._calls)):
+                call = self._calls.popleft()
+                if not call[0] & self._mask:
+                    self._calls.append(call)
 
 
 @final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, final
 
@@ -13,6 +14,7 @@ from asynccomm.observe.watchers import Called, Watcher
 from asynccomm.ops import Call
 
 BOUNDS: Final = tuple(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 3))  # seconds
+BATCH: Final = 64  # calls of the fast path that are counted together
 Labels = Mapping[str, str]
 
 
@@ -43,6 +45,12 @@ class OpMetrics:
         self.nbytes: int = 0  #: one rank's share, in sum
         self.latency: Histogram = Histogram()  #: from the call to the end, of completed operations
 
+    def complete(self, nbytes: int, seconds: float) -> None:
+        """Count an operation that is done."""
+        self.completed += 1
+        self.nbytes += nbytes
+        self.latency.add(seconds)
+
 
 class Recording:
     """Gets each operation that ends and each wait, for an exporter. The methods must be quick, and not raise."""
@@ -59,18 +67,56 @@ class Recording:
 
 @final
 class Metrics(Watcher):
-    """Counts the operations of a comm that end. From any thread."""
+    """Counts the operations of a comm that end. From any thread.
+
+    A call of the fast path is only noted, and counted together with others: at the next reading, or after some calls.
+    """
 
     def __init__(self) -> None:
-        self.kinds: dict[str, OpMetrics] = {}
+        self._kinds: dict[str, OpMetrics] = {}
+        self._notes: deque[Called] = deque()  # calls that are not counted yet; appending is atomic
         self.waits: Histogram = Histogram()  #: for the last rank of a collective
         self.recordings: tuple[Recording, ...] = ()  #: exporters
         self._lock = threading.Lock()
 
     def finished(self, call: Called) -> None:
-        op, _, _, started, finished = call
-        assert finished is not None
-        self._add(op.kind, op.nbytes, finished - started, "")
+        notes = self._notes
+        notes.append(call)
+        if len(notes) >= BATCH or self.recordings:
+            self._count_notes()
+
+    @property
+    def kinds(self) -> dict[str, OpMetrics]:
+        """The operations so far, by their kind."""
+        self._count_notes()
+        return self._kinds
+
+    def _count_notes(self) -> None:
+        """Count the calls noted so far."""
+        pop, recordings, before = self._notes.popleft, self.recordings, None
+        with self._lock:
+            for _ in range(len(self._notes)):
+                op, _, _, started, finished = pop()
+                assert finished is not None
+                if op is not before:  # a call that is repeated has the same operation
+                    before, kind, nbytes = op, op.kind, op.nbytes
+                    of_kind = self._of_kind(kind)
+                    latency = of_kind.latency
+                    counts = latency.counts
+                seconds = finished - started
+                of_kind.completed += 1  # without calls: this loop is on the way of small collectives
+                of_kind.nbytes += nbytes
+                latency.seconds += seconds
+                counts[bisect_left(BOUNDS, seconds)] += 1
+                for recording in recordings:
+                    recording.ended(kind, nbytes, seconds, "")
+
+    def _of_kind(self, kind: str) -> OpMetrics:
+        """The counts of ``kind``. Under the lock."""
+        found = self._kinds.get(kind)
+        if found is None:
+            found = self._kinds[kind] = OpMetrics()
+        return found
 
     def called(self, call: Call, work: Work[Any]) -> None:
         works = [work]
@@ -89,15 +135,11 @@ class Metrics(Watcher):
 
     def _add(self, kind: str, nbytes: int, seconds: float, error: str) -> None:
         with self._lock:
-            of_kind = self.kinds.get(kind)
-            if of_kind is None:
-                of_kind = self.kinds[kind] = OpMetrics()
+            of_kind = self._of_kind(kind)
             if error:
                 of_kind.failed += 1
             else:
-                of_kind.completed += 1
-                of_kind.nbytes += nbytes
-                of_kind.latency.add(seconds)
+                of_kind.complete(nbytes, seconds)
         for recording in self.recordings:
             recording.ended(kind, nbytes, seconds, error)
 

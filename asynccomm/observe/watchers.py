@@ -51,6 +51,9 @@ class Watcher:
     def departed(self, rank: int, how: str) -> None:
         """A rank has left the comm; ``how`` is empty if it closed the comm in order."""
 
+    def regrouped(self, members: Sequence[int]) -> None:
+        """The ranks ``members`` go on as another comm, in the order of their new ranks; -1 is a newcomer."""
+
     def closed(self) -> None:
         """The comm has closed here; nothing follows."""
 
@@ -116,6 +119,10 @@ class Watchers:
     def departed(self, rank: int, how: str) -> None:
         for watcher in self.all:
             watcher.departed(rank, how)
+
+    def regrouped(self, members: Sequence[int]) -> None:
+        for watcher in self.all:
+            watcher.regrouped(members)
 
     def closed(self) -> None:
         for watcher in self.all:

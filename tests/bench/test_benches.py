@@ -1,6 +1,5 @@
 """The benches run, and refuse what they cannot do. Their figures are nobody's test."""
 
-import ast
 import json
 import signal
 import subprocess
@@ -11,17 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from asynccomm.benchmarks.mpi_launcher import why_not
+from asynccomm.benchmarks.operations import OPS
+
 ROOT = Path(__file__).parents[2]
-
-
-def operations(file: str) -> list[str]:
-    """The names in the OPS of a bench's file, which is not run: it may need what is not installed."""
-    body = ast.parse((ROOT / "bench" / file).read_text()).body
-    (ops,) = [node.value for node in body if ast.unparse(node).startswith("OPS") and hasattr(node, "value")]
-    if isinstance(ops, ast.Dict):
-        return [ast.literal_eval(key) for key in ops.keys if key is not None]
-    calls = [node for node in ast.walk(ops) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Op"]
-    return [ast.literal_eval(call.args[0]) for call in calls]
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -31,7 +23,7 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_collectives_writes_a_row_per_operation_and_peer(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    peers = ["gloo", *(["mpi"] if find_spec("mpi4py") else [])]
+    peers = ["gloo", *(["mpi"] if why_not() is None else [])]
     done = bench(
         "collectives.py",
         *("--backend", "gloo"),
@@ -50,52 +42,16 @@ def test_collectives_writes_a_row_per_operation_and_peer(tmp_path: Path) -> None
     assert all(row["ratio"] == pytest.approx(row["peer_us"] / row["asynccomm_us"]) for row in rows)
 
 
-def test_mpi_has_every_operation() -> None:
-    known = operations("mpi_rank.py")
-    assert len(known) > 10
-    assert sorted(known) == sorted(operations("operations.py"))
-
-
-EVERY_OPERATION_OF_MPI = """
-import asyncio, sys
-from mpi_peer import mpi_ranks
-
-async def main(ops):
-    async with mpi_ranks(2) as ranks:
-        for op in ops:
-            for floats in (1, 7):
-                assert await ranks.body(op, floats)(3) > 0
-            print(op)
-
-asyncio.run(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.skipif(find_spec("mpi4py") is None, reason="the extra 'bench' is not installed")
-def test_mpi_runs_every_operation() -> None:
-    ops = operations("operations.py")
-    done = bench("-c", EVERY_OPERATION_OF_MPI, *ops)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ops
-
-
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_windows_writes_a_row_per_size_and_peer(tmp_path: Path, backend: str) -> None:
     out = tmp_path / "rows.json"
-    mpi = ["--mpi"] if backend == "shm" and find_spec("mpi4py") else []
+    mpi = ["--mpi"] if backend == "shm" and why_not() is None else []
     done = bench("windows.py", "--backend", backend, "--sizes", "8,4096", "--rounds", 1, *mpi, "--json", out)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())
     peers = ["send and recv", *(["MPI's Put and flush"] if mpi else []), "memcpy"]
     assert [(row["bytes"], row["peer"]) for row in rows] == [(size, peer) for size in (8, 4096) for peer in peers]
     assert all(row["asynccomm_us"] > 0 and row["peer_us"] > 0 for row in rows)
-
-
-def test_operations_that_mpi_has_not_are_refused_before_any_is_measured() -> None:
-    code = "import mpi_peer; mpi_peer.MpiRanks([], None, ['all_reduce']).check_known(['all_reduce', 'juggle', 'sort'])"
-    done = bench("-c", code)
-    assert done.returncode != 0
-    assert "ValueError: peer 'mpi' has no juggle, sort: it has all_reduce" in done.stderr
 
 
 def test_what_was_measured_outlives_an_interruption(tmp_path: Path) -> None:
@@ -108,8 +64,8 @@ def test_what_was_measured_outlives_an_interruption(tmp_path: Path) -> None:
         running.send_signal(signal.SIGTERM)
         assert running.wait(20) != 0
     found = [row["op"] for row in json.loads(out.read_text())]
-    assert 1 <= len(found) < len(operations("operations.py"))
-    assert found == operations("operations.py")[: len(found)]
+    assert 1 <= len(found) < len(OPS)
+    assert found == list(OPS)[: len(found)]
 
 
 @pytest.mark.exhaustive

@@ -104,3 +104,13 @@ async def test_nobody_asks_without_a_channel() -> None:
         work = comm.barrier()
         await work
         assert work.site is None
+
+
+def test_texts_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callsite, "_shown", {})
+    monkeypatch.setattr(callsite, "SHOWN", 2)
+    codes = [compile("f()", f"made{number}.py", "exec") for number in range(3)]
+    for _ in range(2):
+        assert [show((code, 0)).split(":")[0] for code in codes] == ["made0.py", "made1.py", "made2.py"]
+        assert len(callsite._shown) <= 2
+    assert show((codes[2], 0)) is show((codes[2], 0))

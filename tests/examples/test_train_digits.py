@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.observe.test_chrome import check_format
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = "examples/train_digits.py"
 
 
-def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", str(ranks), SCRIPT, *arguments]
+def launch(ranks: int, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", str(ranks), *options, SCRIPT, *arguments]
     # bytes, decoded here: text mode would turn the carriage returns of the progress bar into line feeds
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=100)
     return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
@@ -42,9 +45,14 @@ def example() -> Iterator[ModuleType]:
     del sys.modules[spec.name]
 
 
-def test_two_ranks_learn_the_digits() -> None:
-    done = launch(2)
+def test_two_ranks_learn_the_digits(tmp_path: Path) -> None:
+    done = launch(2, options=("--trace", str(tmp_path / "out.json")))
     assert done.returncode == 0, done.stderr
+
+    trace = json.loads((tmp_path / "out.json").read_text())
+    check_format(trace)
+    steps = [event["pid"] for event in trace["traceEvents"] if event.get("cat") == "collective"]
+    assert steps.count(0) == steps.count(1) >= 435
 
     (accuracy,) = re.findall(r"test accuracy: ([\d.]+)", done.stdout)
     assert float(accuracy) > 0.95

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, CollectiveTimeoutError, Comm
+from asynccomm import AbortedError, CollectiveTimeoutError, Comm, MemoryStore, join_comm, new_comm
 from asynccomm.observe.events import Event, EventStream
 from asynccomm.testing.local import loopback_world
 from tests.waiting import until
@@ -80,6 +80,43 @@ async def test_a_rank_that_closes_is_a_change_of_members() -> None:
         await b.aclose()
         event = await asyncio.wait_for(anext(stream), 10)
         assert (event.kind, event.rank, event.reason) == ("membership", 1, "")
+
+
+async def test_a_rank_that_is_lost_and_the_comm_of_the_others_are_changes_of_members() -> None:
+    async with loopback_world(3) as comms:
+        seen: list[Event] = []
+        stream = comms[0].events()
+        hook = comms[0].add_hook(membership=seen.append)
+        channel = comms[1]._session.identity.job.channel
+        assert channel is not None
+        channel.call(channel._begin_closing)  # the connections end as those of a killed process
+        await until(lambda: seen)
+        async with asyncio.timeout(20):
+            new = await asyncio.gather(comms[0].shrink(), comms[2].shrink())
+            await asyncio.gather(*(comm.aclose() for comm in new))
+        changes = [event for event in await read(stream) if event.kind == "membership"]
+        hook.remove()
+    assert [(event.rank, event.members) for event in changes] == [(1, None), (None, (0, 2))]
+    assert changes[0].reason
+    assert [event[2:] for event in seen] == [event[2:] for event in changes]
+
+
+async def test_newcomers_of_a_reconfigured_comm_are_members_without_a_rank() -> None:
+    store = MemoryStore()
+    comm = await new_comm("gloo", store=store, rank=0, size=1)
+    stream = comm.events()
+    async with asyncio.timeout(20):
+        joining = asyncio.ensure_future(_joined(store))
+        while not (waiting := await comm.newcomers()):
+            await asyncio.sleep(0)
+        new = await asyncio.gather(comm.reconfigure([*waiting, 0]), joining)
+        await asyncio.gather(*(each.aclose() for each in new))
+    changes = [event.members for event in await read(stream) if event.members is not None]
+    assert changes == [(-1, 0)]
+
+
+async def _joined(store: MemoryStore) -> Comm:
+    return await join_comm("gloo", store=store, timeout=20)
 
 
 async def test_a_slow_reader_loses_the_oldest_and_their_number_is_known() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from asynccomm import CollectiveTimeoutError
 from asynccomm.observe.lateness import LatenessTable
-from asynccomm.observe.metrics import BOUNDS, Gauge, Histogram, Metrics, prometheus
+from asynccomm.observe.metrics import BATCH, BOUNDS, Gauge, Histogram, Metrics, Recording, prometheus
 from asynccomm.ops import Barrier
 from asynccomm.testing.local import loopback_world
 
@@ -35,6 +35,31 @@ async def test_operations_that_end_are_counted_once() -> None:
             await a.barrier(timeout=0.02)
         assert (metrics.kinds["barrier"].completed, metrics.kinds["barrier"].failed) == (1, 1)
         a._submitter.unwatch(metrics)
+
+
+def test_calls_of_the_fast_path_are_counted_together_and_at_each_reading() -> None:
+    metrics, op = Metrics(), Barrier()
+    for seq in range(BATCH + 1):
+        metrics.finished((op, None, seq, 1.0, 1.5))
+    assert len(metrics._notes) == 1
+    assert metrics.kinds["barrier"].completed == BATCH + 1
+    assert metrics.kinds["barrier"].latency.seconds == (BATCH + 1) / 2
+    assert not metrics._notes
+    metrics.finished((op, None, 0, 1.0, 1.5))
+    assert metrics.kinds["barrier"].completed == BATCH + 2
+
+
+def test_an_exporter_gets_each_call_at_once() -> None:
+    metrics, seen = Metrics(), []
+
+    class Seen(Recording):
+        def ended(self, kind: str, nbytes: int, seconds: float, error: str) -> None:
+            seen.append((kind, seconds))
+
+    metrics.finished((Barrier(), None, 0, 1.0, 1.5))
+    metrics.recordings = (Seen(),)
+    metrics.finished((Barrier(), None, 1, 1.0, 3.0))
+    assert seen == [("barrier", 0.5), ("barrier", 2.0)]
 
 
 def test_the_text_is_prometheus_format() -> None:

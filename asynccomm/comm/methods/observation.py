@@ -27,9 +27,10 @@ class Observation(CommBase):
                     log(event.op, event.site, event.error)
 
         The kinds are "call", "send", "completion" and "failure" of operations, "failure" and "abort" of the comm,
-        "membership" when a rank leaves or is lost, and, with the hint ``metrics``, "arrivals" with the times of all
-        ranks' calls. A call that the fast path completes at once gives its three events when it is done. Any number of
-        streams may be open; each has one reader. ``close()`` ends a stream early. Cancelling is safe.
+        "membership" when a rank leaves or is lost and when ``shrink`` or ``reconfigure`` makes another comm of
+        ``members``, and, with the hint ``metrics``, "arrivals" with the times of all ranks' calls. A call that the fast
+        path completes at once gives its three events when it is done. Any number of streams may be open; each has one
+        reader. ``close()`` ends a stream early. Cancelling is safe.
 
         Args:
             size: number of notes kept for the reader. A slower reader loses the oldest, and ``stream.dropped`` counts
@@ -68,6 +69,7 @@ class Observation(CommBase):
         pre: Callable[[Event], object] | None = None,
         post: Callable[[Event], object] | None = None,
         abort: Callable[[BrokenError], object] | None = None,
+        membership: Callable[[Event], object] | None = None,
     ) -> Hook:
         """Call functions at events of this rank; ``remove()`` of the result ends that. From any thread.
 
@@ -80,11 +82,12 @@ class Observation(CommBase):
             post: called with the "completion" or "failure" event, in the thread that finds the end; must be quick. An
                 exception goes to ``threading.excepthook``.
             abort: called with the error when the comm breaks, like ``post``.
+            membership: called with each "membership" event, like ``post``.
         """
-        for name, function in (("pre", pre), ("post", post), ("abort", abort)):
+        for name, function in (("pre", pre), ("post", post), ("abort", abort), ("membership", membership)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be callable, got {function!r}")
         self._submitter.check_open()
-        hook = Hook(pre, post, abort, self._submitter.unwatch)
+        hook = Hook(pre, post, abort, membership, self._submitter.unwatch)
         self._submitter.watch(hook)
         return hook

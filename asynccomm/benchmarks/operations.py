@@ -1,4 +1,4 @@
-"""The collectives that the benches measure, by asynccomm and by torch.distributed."""
+"""The operations that are measured, by asynccomm and by torch.distributed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from parts import uneven
 from torch import Tensor
 from torch import distributed as dist
 
+from asynccomm.benchmarks.parts import uneven
 from asynccomm.comm.comm import Comm
-
-__all__ = ["NO_FUTURE", "OPS", "SIZES", "Op", "floats", "one_way"]
 
 SIZES = [8, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]  # bytes each rank brings
 NO_FUTURE = {"send_recv", "reduce_scatter", "reduce_scatter_single", "all_gather_object", "broadcast_object"}  # in gloo
 
+# torch 2.15 warns of the older names
+_torch_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_torch_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
-class Op:
+class MeasuredOp:
     """One collective, by us and by torch.distributed; ``tensors`` makes its (output, input) for a size in floats."""
 
     name: str
@@ -62,7 +64,7 @@ def _list_in(n: int, rank: int, size: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def _uneven_swap(n: int, rank: int, size: int) -> tuple[Any, Any]:
-    """Everybody sends the same uneven parts, so each rank gets ``size`` times its own."""
+    """Each rank sends the same uneven parts, so each rank gets ``size`` times its own."""
     parts = uneven(n, size)
     return (torch.empty(parts[rank] * size), [parts[rank]] * size), (torch.ones(sum(parts)), parts)
 
@@ -92,80 +94,84 @@ def _ping_pong_torch(out: Tensor, mine: Tensor, async_op: bool) -> None:
 OPS = {
     op.name: op
     for op in [
-        Op("all_reduce", _same, lambda c, o, i: c.all_reduce(i), lambda o, i, a: dist.all_reduce(i, async_op=a)),
-        Op("broadcast", _same, lambda c, o, i: c.broadcast(i, 0), lambda o, i, a: dist.broadcast(i, 0, async_op=a)),
-        Op("reduce", _same, lambda c, o, i: c.reduce(i, 0), lambda o, i, a: dist.reduce(i, 0, async_op=a)),
-        Op(
+        MeasuredOp(
+            "all_reduce", _same, lambda c, o, i: c.all_reduce(i), lambda o, i, a: dist.all_reduce(i, async_op=a)
+        ),
+        MeasuredOp(
+            "broadcast", _same, lambda c, o, i: c.broadcast(i, 0), lambda o, i, a: dist.broadcast(i, 0, async_op=a)
+        ),
+        MeasuredOp("reduce", _same, lambda c, o, i: c.reduce(i, 0), lambda o, i, a: dist.reduce(i, 0, async_op=a)),
+        MeasuredOp(
             "all_gather",
             _list_out,
             lambda c, o, i: c.all_gather(o, i),
             lambda o, i, a: dist.all_gather(o, i, async_op=a),
         ),
-        Op(
+        MeasuredOp(
             "all_gather_single",
             _gathered,
             lambda c, o, i: c.all_gather_single(o, i),
-            lambda o, i, a: dist.all_gather_into_tensor(o, i, async_op=a),
+            lambda o, i, a: _torch_all_gather(o, i, async_op=a),
         ),
-        Op(
+        MeasuredOp(
             "reduce_scatter_single",
             _scattered,
             lambda c, o, i: c.reduce_scatter_single(o, i),
-            lambda o, i, a: dist.reduce_scatter_tensor(o, i, async_op=a),
+            lambda o, i, a: _torch_reduce_scatter(o, i, async_op=a),
         ),
-        Op(
+        MeasuredOp(
             "all_to_all_single",
             _swapped,
             lambda c, o, i: c.all_to_all_single(o, i),
             lambda o, i, a: dist.all_to_all_single(o, i, async_op=a),
         ),
-        Op(
+        MeasuredOp(
             "gather",
             _list_at_root,
             lambda c, o, i: c.gather(o, i, 0),
             lambda o, i, a: dist.gather(i, o, 0, async_op=a),
         ),
-        Op(
+        MeasuredOp(
             "scatter",
             lambda n, r, s: tuple(reversed(_list_at_root(n, r, s))),  # type: ignore[arg-type,return-value]
             lambda c, o, i: c.scatter(o, i, 0),
             lambda o, i, a: dist.scatter(o, i, 0, async_op=a),
         ),
-        Op(
+        MeasuredOp(
             "reduce_scatter",
             _list_in,
             lambda c, o, i: c.reduce_scatter(o, i),
             lambda o, i, a: dist.reduce_scatter(o, i, async_op=a),
         ),
-        Op(
+        MeasuredOp(
             "all_to_all_v_single",
             _uneven_swap,
             lambda c, o, i: c.all_to_all_v_single(o[0], i[0], o[1], i[1]),
             lambda o, i, a: dist.all_to_all_single(o[0], i[0], o[1], i[1], async_op=a),
         ),
-        Op(
+        MeasuredOp(
             "all_gather_object",
             _bytes,
             lambda c, o, i: c.all_gather_object(i),
             lambda o, i, a: dist.all_gather_object(o, i),
         ),
-        Op(
+        MeasuredOp(
             "broadcast_object",
             _bytes,
             lambda c, o, i: c.broadcast_object(i, 0),
             lambda o, i, a: dist.broadcast_object_list([i], 0),
         ),
-        Op("barrier", _same, lambda c, o, i: c.barrier(), lambda o, i, a: dist.barrier(async_op=a)),
-        Op("send_recv", lambda n, r, s: (torch.empty(n), torch.ones(n)), _ping_pong, _ping_pong_torch),
+        MeasuredOp("barrier", _same, lambda c, o, i: c.barrier(), lambda o, i, a: dist.barrier(async_op=a)),
+        MeasuredOp("send_recv", lambda n, r, s: (torch.empty(n), torch.ones(n)), _ping_pong, _ping_pong_torch),
     ]
 }
 
 
 def floats(nbytes: int) -> int:
-    """How many make ``nbytes``; at least one."""
+    """The number of floats in ``nbytes``; at least one."""
     return max(1, nbytes // 4)
 
 
 def one_way(op: str, us: float) -> float:
-    """``us`` of one operation as it is reported: a ping-pong is two messages, and one is what counts."""
+    """``us`` of one operation as it is reported: a ping-pong is two messages, and its report is of one."""
     return us / 2 if op == "send_recv" else us

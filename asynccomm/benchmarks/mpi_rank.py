@@ -1,8 +1,8 @@
-"""One rank of MPI: reads from a socket what to run, runs it, answers with the seconds that it took, until it ends.
+"""One rank of MPI: reads operations from a socket, runs them, answers with the seconds that it took, until it ends.
 
-    mpiexec -n 2 python bench/mpi_rank.py SOCKET
+    mpiexec -n 2 python -m asynccomm.benchmarks.mpi_rank SOCKET
 
-``mpi_peer`` starts this, and is told first which operations there are. The read blocks without spinning. Only rank 0
+``mpi_peer`` starts this, and reads the names of the operations first. The read blocks without spinning. Only rank 0
 answers with a time: it is the one that counts.
 """
 
@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
-from parts import uneven
+
+from asynccomm.benchmarks.parts import uneven
 
 Call = Callable[[], object]
 
 
 def ones(count: int) -> NDArray[np.float32]:
-    return np.ones(count, np.float32)  # written: pages that nobody wrote would all be the same one
+    return np.ones(count, np.float32)  # written: pages that were never written would all be the same one
 
 
 def all_reduce(comm: Any, n: int) -> Call:
@@ -60,7 +61,7 @@ def all_to_all(comm: Any, n: int) -> Call:
 
 
 def all_to_all_v(comm: Any, n: int) -> Call:
-    """Everybody sends the same uneven parts, so each rank gets ``size`` times its own."""
+    """Each rank sends the same uneven parts, so each rank gets ``size`` times its own."""
     parts = uneven(n, comm.size)
     mine = [parts[comm.rank]] * comm.size
     output, data = ones(sum(mine)), ones(sum(parts))

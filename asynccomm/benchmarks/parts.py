@@ -1,8 +1,6 @@
-"""Uneven parts of what ranks exchange; apart from the operations, as MPI's ranks do not load torch."""
+"""Uneven parts of exchanged data; apart from the operations, as MPI's ranks do not load torch."""
 
 from __future__ import annotations
-
-__all__ = ["uneven"]
 
 
 def uneven(n: int, size: int) -> list[int]:
