@@ -16,6 +16,8 @@ from asynccomm.blocking.loop_thread import loops
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, WouldBlockError
 
+SIGNAL_SECONDS: Final = 1.0  # of one wait for a lock: a signal just before the wait does not interrupt it
+
 T = TypeVar("T")
 
 
@@ -92,10 +94,10 @@ class _Call(Generic[T]):
     def result(self) -> T:
         self._loop.call_soon_threadsafe(self._start)
         try:
-            self._ended.acquire()
+            self._wait()
         except BaseException:
             self._loop.call_soon_threadsafe(self._cancel)
-            self._ended.acquire()
+            self._wait()
             raise
         try:
             if self._error is not None:
@@ -103,6 +105,10 @@ class _Call(Generic[T]):
             return self._outcome[0]
         finally:
             self._error = None  # the error's traceback has this frame
+
+    def _wait(self) -> None:
+        while not self._ended.acquire(timeout=SIGNAL_SECONDS):
+            pass
 
     def _start(self) -> None:
         self._task = self._loop.create_task(self._run())

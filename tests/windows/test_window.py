@@ -338,6 +338,7 @@ async def test_a_forked_child_cannot_use_a_window_and_harms_none() -> None:
             os._exit(code)
         _, status = await asyncio.to_thread(os.waitpid, child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
+        await comm.barrier()  # the other rank's child has looked at its memory
         await window.put(torch.ones(1), 1 - comm.rank)
         await window.signal(1 - comm.rank)
         await window.wait_signal()
