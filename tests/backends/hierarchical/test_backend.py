@@ -226,8 +226,8 @@ async def test_messages_that_do_not_fit_are_named_with_the_numbers_of_the_comm(m
 async def test_ranks_that_call_something_else_are_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch, odd: int) -> None:
     """The rank differs from the other one of its host, which has called the same as the other host."""
     async with comm_on(monkeypatch, LAYOUTS["2x2"]) as comm:
-        await comm.barrier()
         with pytest.raises(CollectiveMismatchError) as raised:
+            await comm.barrier()  # which some ranks may leave, and differ, before others do
             await comm.all_reduce(torch.ones(4) if comm.rank != odd else torch.ones(5, dtype=torch.int32))
         error = raised.value
         assert {error.op, error.other_op} == {"all_reduce(float32[4], SUM)", "all_reduce(int32[5], SUM)"}
@@ -238,12 +238,11 @@ async def test_ranks_that_call_something_else_are_named_on_all_ranks(monkeypatch
 @pytest.mark.ranks(4)
 async def test_hosts_that_call_something_else_are_named(monkeypatch: pytest.MonkeyPatch, control: str) -> None:
     async with comm_on(monkeypatch, LAYOUTS["2x2"], hints={**HINTS, "control": control}) as comm:
-        await comm.barrier()
         halves = comm.rank > 1  # which travel as floats
-        work = comm.all_reduce(torch.ones(4, dtype=torch.float16 if halves else torch.float32))
         error = None
         try:
-            await work
+            await comm.barrier()  # which some ranks may leave, and differ, before others do
+            await comm.all_reduce(torch.ones(4, dtype=torch.float16 if halves else torch.float32))
         except Exception as exc:
             error = exc
         if control == "on" or comm.rank in (0, 2):  # without the channel, only the leaders learn the reason
