@@ -221,14 +221,14 @@ def gather(where: HostPlacement, submission: Submission) -> OpPlan:
     if where.leads:
         steps.append(Leg(Lane.ACROSS, across))
     if here and op.root != where.local[0] and (is_root or where.leads):
-        steps.append(Leg(Lane.DOWN, partial(_between, where, op.root, data)))
+        steps.append(Leg(Lane.DOWN, partial(between, where, op.root, data)))
     return OpPlan([PiecePlan(steps)], finish)
 
 
-def _between(where: HostPlacement, root: int, data: Tensor, *, back: bool = False) -> Call:
-    """Move ``data`` from the leader to the root on its host, or ``back``.
+def between(where: HostPlacement, root: int, data: Tensor, *, back: bool = False) -> Call:
+    """Move ``data``, of any dtype, from the leader to the root on its host, or ``back``.
 
-    The message is a parcel of a space of its own: users' messages on this lane may have any tag.
+    The message is a parcel of a space of its own: users' messages within the host may have any tag.
     """
     gives = (where.rank == root) is back
     peer = 0 if where.rank == root else where.position_of(root)
@@ -236,7 +236,7 @@ def _between(where: HostPlacement, root: int, data: Tensor, *, back: bool = Fals
         send = SendParcel("move", peer, 0, MessageSpace.INTERNAL)
         return Call(send, (), (), None, parcels=(Parcel(b"", (data,)),))
     receive = RecvParcel("move", peer, 0, MessageSpace.INTERNAL)
-    return Call(receive, (), (), None, place=lambda *_: (data,), expected=len(data))
+    return Call(receive, (), (), None, place=lambda *_: (data,), expected=data.nbytes)
 
 
 def _exchange(
@@ -272,7 +272,7 @@ def scatter(where: HostPlacement, submission: Submission) -> OpPlan:
 
     steps = [] if where.alone else [MEET]
     if here and op.root != where.local[0] and (is_root or where.leads):
-        steps.append(Leg(Lane.UP, partial(_between, where, op.root, whole, back=True)))
+        steps.append(Leg(Lane.UP, partial(between, where, op.root, whole, back=True)))
     if where.leads:
         steps.append(Leg(Lane.ACROSS, across))
     if not where.alone:

@@ -22,9 +22,10 @@ from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.hierarchical.memory import cut, landing, room, stored_dtype
+from asynccomm.backends.hierarchical.movement import between
 from asynccomm.backends.hierarchical.pipeline import Lane, Leg, OpPlan, PiecePlan
 from asynccomm.backends.hierarchical.placement import HostPlacement
-from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Call, Recv, Reduce, ReduceScatter, Send, layout_of
+from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Call, Reduce, ReduceScatter, layout_of
 from asynccomm.ops.base import layout_of_shares
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.validation import counts_of
@@ -183,10 +184,9 @@ def reduce(where: HostPlacement, submission: Submission) -> OpPlan:
         return Call(Reduce(r.wide, n, root_host, r.op), tensors, tensors if here else (), None)
 
     def to_root() -> Call:
-        if is_root:
-            return Call(Recv(r.stored, n, 0, 0), (), (result,), None)
-        r.narrow(total, result)
-        return Call(Send(r.stored, n, root, 0), (result,), (), None)
+        if not is_root:
+            r.narrow(total, result)
+        return between(where, op.root, result)
 
     if where.leads:
         steps.append(Leg(Lane.ACROSS, to_root_host))
