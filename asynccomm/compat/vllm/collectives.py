@@ -81,12 +81,8 @@ class GroupCollectives(Handle):
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Any:
         return self._start(self._on_device().comm.reduce_scatter_single, None, input_, dim=dim)
 
-    def _all_to_all_out_place(self, input_: Tensor) -> Any:
-        out = torch.empty_like(input_, memory_format=torch.contiguous_format)
-        return self._start(self._on_device().comm.all_to_all_single, out, input_)
-
-    def _broadcast_out_place(self, input_: Tensor, root: int) -> Any:
-        return self._start(self._on_device().comm.broadcast, input_.clone(memory_format=torch.contiguous_format), root)
+    def _operate(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return self._start(getattr(self._on_device().comm, name), *arguments, **options)
 
     def reduce_scatterv(self, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Any:
         """The next ``sizes[rank_in_group]`` indices along ``dim`` of the sum; None: equal sizes."""
