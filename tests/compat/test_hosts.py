@@ -20,16 +20,18 @@ from tests.compat.c10d import test_p2p as c10d_p2p
 from tests.compat.c10d import test_reductions as c10d_reductions
 from tests.compat.c10d.worlds import default_backend, processes
 from tests.compat.torchcomms import test_collectives as torchcomms_collectives
+from tests.compat.vllm import test_broadcasters as vllm_broadcasters
 from tests.compat.vllm import test_collectives as vllm_collectives
 from tests.compat.vllm import test_experts as vllm_experts
 from tests.pretended_hosts import pretend
 
-PROGRAMS = [
+PROGRAMS: Final = [
     torchcomms_collectives.test_every_operation_without_a_loop,
     bagua_communication.test_every_function_without_a_loop,
     vllm_collectives.test_results_are_new_tensors_along_any_dimension,
     vllm_collectives.test_messages_go_to_the_next_rank_and_come_from_the_previous,
     vllm_experts.test_tokens_of_all_ranks_and_back,
+    vllm_broadcasters.test_queues_without_a_loop,
 ]
 
 

@@ -62,7 +62,10 @@ class GroupQueues:
         comm, weights_only = here.comm, self._weights_only
 
         async def make() -> tuple[MessageQueue, list[str]]:
-            queue = await comm.queue(writer=comm.rank, readers=[], capacity=CAPACITY, weights_only=weights_only)
+            address = await comm._address_for(range(comm.size))
+            queue = await comm.queue(
+                writer=comm.rank, readers=[], capacity=CAPACITY, address=address, weights_only=weights_only
+            )
             mine = self._keep(MessageQueue(queue, comm.loop, 1))
             handles: Any = await comm.gather_object(queue.handle, reader_rank_in_group)
             if blocking and comm.rank != reader_rank_in_group:
