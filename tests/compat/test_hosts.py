@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -11,22 +12,39 @@ import torch
 
 from asynccomm import Comm, new_comm
 from asynccomm.backends.hierarchical.backend import HierarchicalBackend
+from asynccomm.compat import torchcomms
 from tests.compat.bagua import test_communication as bagua_communication
 from tests.compat.c10d import test_coalescing as c10d_coalescing
 from tests.compat.c10d import test_collectives as c10d_collectives
+from tests.compat.c10d import test_examples as c10d_examples
 from tests.compat.c10d import test_groups as c10d_groups
 from tests.compat.c10d import test_objects as c10d_objects
 from tests.compat.c10d import test_p2p as c10d_p2p
 from tests.compat.c10d import test_reductions as c10d_reductions
 from tests.compat.c10d.worlds import default_backend, processes
 from tests.compat.torchcomms import test_collectives as torchcomms_collectives
+from tests.compat.torchcomms import test_functional as torchcomms_functional
+from tests.compat.torchcomms import test_objcol as torchcomms_objcol
+from tests.compat.torchcomms import test_window as torchcomms_window
+from tests.compat.torchcomms import test_work as torchcomms_work
 from tests.compat.vllm import test_broadcasters as vllm_broadcasters
 from tests.compat.vllm import test_collectives as vllm_collectives
 from tests.compat.vllm import test_experts as vllm_experts
 from tests.pretended_hosts import pretend
 
+
+async def documented_objects(comm: Comm) -> None:
+    def program() -> None:
+        main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "objects")
+        torchcomms_objcol.examples(main)
+        main.finalize()
+
+    await asyncio.to_thread(program)
+
+
 PROGRAMS: Final = [
     torchcomms_collectives.test_every_operation_without_a_loop,
+    documented_objects,
     bagua_communication.test_every_function_without_a_loop,
     vllm_collectives.test_results_are_new_tensors_along_any_dimension,
     vllm_collectives.test_messages_go_to_the_next_rank_and_come_from_the_previous,
@@ -49,8 +67,29 @@ async def test_a_program_on_two_hosts(
     await program(comm)
 
 
+#: programs for two ranks
+PAIRS: Final = [
+    torchcomms_work.test_the_documents_example,
+    torchcomms_window.test_the_documents_example,
+    torchcomms_functional.test_a_compiled_function_keeps_the_operators,
+    bagua_communication.test_the_documents_example,
+    vllm_collectives.test_a_compiled_model_keeps_the_calls_in_one_graph,
+]
+
+
+@pytest.mark.ranks(2, backend="hierarchical")
+async def test_programs_for_two_ranks_on_two_hosts(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "ab")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for program in PAIRS:
+        await program(comm)
+
+
 #: programs of torch.distributed, which take no comm, with their arguments
 C10D: Final[list[tuple[Any, ...]]] = [
+    (c10d_examples.test_two_ranks,),
+    (c10d_examples.test_three_ranks,),
+    (c10d_examples.test_four_ranks,),
     (c10d_collectives.test_broadcast,),
     (c10d_collectives.test_moving_of_any_dtype, torch.complex64),
     (c10d_collectives.test_moving_of_any_dtype, torch.bool),

@@ -15,7 +15,7 @@ HERE: Final = Path(__file__).parent
 OPERATIONS: Final = "collectives::test_every_operation_without_a_loop collectives::test_every_operation_awaited"
 MAKING: Final = "comm::test_a_comm_without_a_loop comm::test_a_comm_in_a_coroutine"
 OBJECTS: Final = "objcol::test_the_documents_examples objcol::test_lists_are_filled_by_awaiting"
-WINDOWS: Final = "window::test_windows_without_a_loop window::test_windows_awaited"
+WINDOWS: Final = "window::test_windows_without_a_loop window::test_windows_awaited window::test_the_documents_example"
 CLOG: Final = "clog::test_signatures_and_progress clog::test_a_signature_of_each_operation"
 
 SHOWN: Final = {
@@ -36,7 +36,7 @@ SHOWN: Final = {
     "T34 PREMUL_SUM": OPERATIONS,
     "T35 RedOpType": "index::test_reductions_are_made_of_their_types",
     "T36 is_completed": "work::test_states_and_errors",
-    "T37 wait": "work::test_states_and_errors",
+    "T37 wait": "work::test_states_and_errors work::test_the_documents_example",
     "T38 async_op": OPERATIONS,
     "T39 BatchSendRecv.send": "batch::test_a_batch_is_one_operation",
     "T40 BatchSendRecv.recv": "batch::test_a_batch_is_one_operation",
