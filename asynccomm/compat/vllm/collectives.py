@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,9 +35,10 @@ class GroupCollectives(Handle):
     def all_reduce(self, input_: Tensor) -> Any:
         """The sum of all ranks' ``input_``, in a new tensor; in a group of one rank ``input_`` itself.
 
-        In a compiled function this is the operator ``torch.ops.asynccomm.all_reduce``, by the group's name.
+        In a compiled function, and where ``input_`` needs a gradient, this is the operator
+        ``torch.ops.asynccomm.all_reduce``, by the group's name. Awaited, it has no gradient.
         """
-        if torch.compiler.is_compiling():
+        if _is_traced(input_):
             return input_ if self.world_size == 1 else torch.ops.asynccomm.all_reduce(input_, self.unique_name)
         return at_once(input_) if self.world_size == 1 else self._all_reduce_out_place(input_)
 
@@ -46,7 +48,7 @@ class GroupCollectives(Handle):
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Any:
         """All ranks' ``input_``, concatenated along ``dim``; in a group of one rank ``input_`` itself."""
-        if torch.compiler.is_compiling():
+        if _is_traced(input_):
             if self.world_size == 1:
                 return input_
             return torch.ops.asynccomm.all_gather(input_, dim, self.world_size, self.unique_name)
@@ -72,7 +74,7 @@ class GroupCollectives(Handle):
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Any:
         """This rank's chunk along ``dim`` of the sum; in a group of one rank ``input_`` itself."""
-        if torch.compiler.is_compiling():
+        if _is_traced(input_):
             if self.world_size == 1:
                 return input_
             return torch.ops.asynccomm.reduce_scatter(input_, dim, self.world_size, self.unique_name)
@@ -108,6 +110,13 @@ class GroupCollectives(Handle):
         peer = (self.rank_in_group - 1) % self.world_size if src is None else src
         comm = self._on_device().comm
         return self._start(comm.recv, torch.empty(tuple(size), dtype=dtype, device=comm.device), peer)
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether the call is to be an operator: in a compiled function, or if autograd records calls that block."""
+    return torch.compiler.is_compiling() or (
+        tensor.requires_grad and torch.is_grad_enabled() and asyncio._get_running_loop() is None
+    )
 
 
 def _nothing(_: object) -> None:
