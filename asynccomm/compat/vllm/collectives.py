@@ -12,6 +12,7 @@ from torch import Size, Tensor
 from asynccomm.compat.either import EitherComm, at_once, outcome, same
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
+from asynccomm.ops.validation import check_dim
 
 
 class GroupCollectives(Handle):
@@ -64,13 +65,15 @@ class GroupCollectives(Handle):
             sizes: every rank's extent; None: equal ones.
         """
         comm = self._on_device().comm
+        if not isinstance(input_, Tensor) and not input_:
+            raise ValueError(f"input_ must be a tensor or a list of at least one, got {input_!r}")
         given = self._extents(input_ if isinstance(input_, Tensor) else input_[0], dim) if sizes is None else sizes
         if isinstance(input_, Tensor):
             return self._start(comm.all_gather_v, None, input_, given, dim)
         return self._start(comm.all_gather_v_coalesced, None, input_, given, dim)
 
     def _extents(self, tensor: Tensor, dim: int) -> list[int]:
-        return [tensor.shape[dim]] * self.world_size
+        return [tensor.shape[check_dim(dim, tensor, "input_")]] * self.world_size
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Any:
         """This rank's chunk along ``dim`` of the sum; in a group of one rank ``input_`` itself."""
@@ -101,15 +104,22 @@ class GroupCollectives(Handle):
         return self._start(self._on_device().comm.broadcast, input_, src)
 
     def send(self, tensor: Tensor, dst: int | None = None) -> Any:
-        """Send ``tensor`` to rank ``dst``; None: the next rank."""
+        """Send ``tensor`` to rank ``dst``, which is another rank; None: the next rank."""
         peer = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        self._check_other("dst", peer)
         return outcome(self._on_device().call(self._on_device().comm.send, tensor, peer), _nothing)
 
     def recv(self, size: Size | Sequence[int], dtype: torch.dtype, src: int | None = None) -> Any:
-        """A new tensor on the group's device, received from rank ``src``; None: the previous rank."""
+        """A new tensor on the group's device, received from rank ``src``, another rank; None: the previous rank."""
         peer = (self.rank_in_group - 1) % self.world_size if src is None else src
+        self._check_other("src", peer)
         comm = self._on_device().comm
         return self._start(comm.recv, torch.empty(tuple(size), dtype=dtype, device=comm.device), peer)
+
+    def _check_other(self, name: str, rank: int) -> None:
+        """Raise ValueError if ``rank`` is this rank: the other end of its message could only wait behind this one."""
+        if rank == self.rank_in_group:
+            raise ValueError(f"{name} must be another rank than this one, {rank}")
 
 
 def _is_traced(tensor: Tensor) -> bool:

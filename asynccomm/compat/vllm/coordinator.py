@@ -212,10 +212,6 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         method = self.cpu_group.recv_object
         return outcome(self._on_cpu().call(method, src, weights_only=self._weights_only), same)
 
-    def _check_other(self, name: str, rank: int) -> None:
-        if rank == self.rank_in_group:
-            raise ValueError(f"{name} must be another rank than this one, {rank}")
-
     # -- dicts --------------------------------------------------------------------------------------------------------
 
     def broadcast_tensor_dict(
@@ -254,6 +250,7 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         if self.world_size == 1:
             return at_once(tensor_dict)
         peer = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        self._check_other("dst", peer)
         work = self._on_device().call(
             self.device_group.send_tensor_dict,
             tensor_dict,
@@ -279,6 +276,7 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         if self.world_size == 1:
             return at_once(None)
         peer = (self.rank_in_group - 1) % self.world_size if src is None else src
+        self._check_other("src", peer)
         here = self._on_device()
         received: Work[Any] | GatheredDict = here.call(
             here.comm.recv_tensor_dict,

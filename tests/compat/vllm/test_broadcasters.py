@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, Comm, blocking
+from asynccomm import AbortedError, BackendError, Comm, blocking
 from asynccomm.compat import vllm
 from asynccomm.compat.vllm import GroupCoordinator, MessageQueue
 from tests.compat.vllm.groups import group_of, without_a_loop
@@ -124,6 +124,10 @@ async def test_a_queue_of_another_process(comm: Comm) -> None:
                 tasks.put("task")
             assert queue.dequeue(20) == "task"
             group.barrier()
+        with pytest.raises(BackendError, match="attach"):  # the queue has ended
+            group.create_mq_broadcaster(1, external_writer_handle=tasks.handle if group.rank_in_group == 1 else None)
+        with pytest.raises(ValueError, match="handle"):
+            group.create_mq_broadcaster(0, external_writer_handle="nonsense")
         group.destroy()
 
     await without_a_loop(comm, program)
