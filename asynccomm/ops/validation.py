@@ -32,13 +32,22 @@ class CommInfo:
     device: torch.device
 
 
+def check_is_tensor(name: str, tensor: object) -> None:
+    """Raise TypeError unless ``tensor`` is a tensor."""
+    if not isinstance(tensor, Tensor):
+        raise _no_tensor(name, tensor)
+
+
+def _no_tensor(name: str, given: object) -> TypeError:
+    return TypeError(f"{name} must be a torch.Tensor, got {given!r} ({type(given).__name__})")
+
+
 def check_tensor(
     group: CommInfo, name: str, tensor: object, *, written: bool = False, key: int | str | None = None
 ) -> None:
     """Check one tensor: ``name``, or with ``key`` the tensor that ``name`` has under ``key``."""
     if not isinstance(tensor, Tensor):
-        name = _named(name, key)
-        raise TypeError(f"{name} must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
+        raise _no_tensor(_named(name, key), tensor)
     device = tensor.device
     if device != group.device and (device.type != group.device.type or group.device.index is not None):
         raise ValueError(f"{_named(name, key)} is on {device}, but comm {group.name!r} is on {group.device}")

@@ -18,6 +18,7 @@ from asynccomm.compat.bagua.groups import BaguaSingleCommunicatorPy, default_com
 from asynccomm.compat.bagua.reduction import ReduceOp, reduction
 from asynccomm.compat.either import at_once, outcome
 from asynccomm.core.work import Work
+from asynccomm.ops.validation import as_index, check_is_tensor
 
 
 def send(tensor: Tensor, dst: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -86,7 +87,7 @@ def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: BaguaSingle
 
     def call(c: Comm) -> Work[Any]:
         output = _flat("recv_tensor", recv_tensor) if c.rank == dst else None
-        return c.gather_single(output, send_tensor.reshape(-1), dst)
+        return c.gather_single(output, _any_strides("send_tensor", send_tensor), dst)
 
     return _run(comm, call)
 
@@ -95,9 +96,9 @@ def gather_inplace(tensor: Tensor, count: int, dst: int, comm: BaguaSingleCommun
     """Collect ``count`` elements of each rank in ``tensor`` of rank ``dst``, of ``nranks * count`` elements."""
 
     def call(c: Comm) -> Work[Any]:
-        _check_count("tensor", tensor, count * c.size if c.rank == dst else count)
+        _check_count(tensor, count, c.size if c.rank == dst else 1)
         if c.rank != dst:
-            return c.gather_single(None, tensor.reshape(-1), dst)
+            return c.gather_single(None, _any_strides("tensor", tensor), dst)
         return c.gather_single(_flat("tensor", tensor), _chunks(tensor, c.size)[dst], dst)
 
     return _run(comm, call)
@@ -107,7 +108,7 @@ def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: BaguaSingl
     """Give each rank its chunk of ``send_tensor`` of rank ``src``; the others' are not used."""
 
     def call(c: Comm) -> Work[Any]:
-        source = send_tensor.reshape(-1) if c.rank == src else None
+        source = _any_strides("send_tensor", send_tensor) if c.rank == src else None
         return c.scatter_single(_flat("recv_tensor", recv_tensor), source, src)
 
     return _run(comm, call)
@@ -117,7 +118,7 @@ def scatter_inplace(tensor: Tensor, count: int, src: int, comm: BaguaSingleCommu
     """Give each rank ``count`` elements of ``tensor`` of rank ``src``, which keeps its own in their place."""
 
     def call(c: Comm) -> Work[Any]:
-        _check_count("tensor", tensor, count * c.size if c.rank == src else count)
+        _check_count(tensor, count, c.size if c.rank == src else 1)
         if c.rank != src:
             return c.scatter_single(_flat("tensor", tensor), None, src)
         return c.scatter_single(_chunks(tensor, c.size)[src], _flat("tensor", tensor), src)
@@ -181,7 +182,13 @@ def _run(
         return outcome(either.call(call, either.comm), done)
 
 
+def _any_strides(name: str, tensor: Tensor) -> Tensor:
+    check_is_tensor(name, tensor)
+    return tensor.reshape(-1)
+
+
 def _flat(name: str, tensor: Tensor) -> Tensor:
+    check_is_tensor(name, tensor)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} of shape {tuple(tensor.shape)}")
     return tensor.view(-1)
@@ -189,11 +196,16 @@ def _flat(name: str, tensor: Tensor) -> Tensor:
 
 def _chunks(tensor: Tensor, size: int) -> Tensor:
     """``tensor`` as ``size`` rows."""
-    if tensor.numel() % size:
-        raise ValueError(f"tensor must have a multiple of {size} elements, got {tensor.numel()}")
-    return _flat("tensor", tensor).view(size, -1)
+    flat = _flat("tensor", tensor)
+    if flat.numel() % size:
+        raise ValueError(f"tensor must have a multiple of {size} elements, got {flat.numel()}")
+    return flat.view(size, -1)
 
 
-def _check_count(name: str, tensor: Tensor, count: int) -> None:
-    if tensor.numel() != count:
-        raise ValueError(f"{name} must have {count} elements here, got {tensor.numel()}")
+def _check_count(tensor: Tensor, count: int, times: int) -> None:
+    check_is_tensor("tensor", tensor)
+    each = as_index(count)
+    if each is None:
+        raise TypeError(f"count must be an integer, got {count!r}")
+    if tensor.numel() != each * times:
+        raise ValueError(f"tensor must have {each * times} elements here, got {tensor.numel()}")

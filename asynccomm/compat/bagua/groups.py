@@ -18,6 +18,7 @@ from asynccomm.comm.new_comm import new_comm
 from asynccomm.compat.either import EitherComm, at_once, in_order
 from asynccomm.core.handles import Handle
 from asynccomm.interop.wrap import wrap
+from asynccomm.ops.validation import as_index
 from asynccomm.store.base import Store
 
 
@@ -203,14 +204,21 @@ def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | No
     Sends nothing: the communicators connect at their first request. Raises: ValueError for ranks that do not exist.
     """
     size = _world().comm.size
-    chosen = list(range(size)) if ranks is None else sorted(ranks)
+    if ranks is not None and (not isinstance(ranks, Sequence) or any(as_index(rank) is None for rank in ranks)):
+        raise TypeError(f"ranks must be a list of ranks, got {ranks!r}")
+    chosen = list(range(size)) if ranks is None else sorted(map(int, ranks))
     if len(set(chosen)) < len(chosen) or not all(0 <= rank < size for rank in chosen) or not chosen:
         raise ValueError(f"ranks must be different ones in [0, {size}), got {ranks}")
     return _remembered(BaguaProcessGroup(chosen, stream, f"group:{next(_known.numbers)}"))
 
 
 def from_torch_group(group: Any, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
-    """A group of the ranks of torch's ``group``, which meets over its store. All ranks of ``group`` call this."""
+    """A group of the ranks of torch's ``group``, which meets over its store. All ranks of ``group`` call this.
+
+    Raises: TypeError if ``group`` is no process group.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup, got {group!r}")
     ranks = dist.get_process_group_ranks(group)
     made = BaguaProcessGroup(ranks, stream, f"torch:{next(_known.numbers)}")
     made._connect = lambda then: EitherComm.make(lambda: wrap(group), then)

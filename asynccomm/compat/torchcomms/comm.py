@@ -26,6 +26,7 @@ from asynccomm.compat.torchcomms.registration import Hooks, OpArguments, Removab
 from asynccomm.compat.torchcomms.window import TorchCommWindow
 from asynccomm.compat.torchcomms.work import TorchWork
 from asynccomm.errors import BrokenError
+from asynccomm.options import check_strings
 from asynccomm.store.base import Store
 
 
@@ -241,8 +242,9 @@ class TorchComm(TorchCollectiveMethods):
         self._options.timeout = timeout
 
     def set_hints(self, hints: Mapping[str, str]) -> None:
-        """Use ``hints`` for later operations without hints of their own."""
+        """Use ``hints`` for later operations without hints of their own. Raises: TypeError."""
         self._here()
+        check_strings(hints)
         self._hints = dict(hints)
 
     # -- hooks --------------------------------------------------------------------------------------------------------

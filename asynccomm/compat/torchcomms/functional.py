@@ -18,6 +18,13 @@ from torch import Tensor
 
 from asynccomm.compat.torchcomms.comm import TorchComm
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp, ReduceOpLike
+from asynccomm.ops.validation import check_is_tensor
+
+
+def _check(comm: object, name: str, tensor: object) -> None:
+    if not isinstance(comm, TorchComm):
+        raise TypeError(f"comm must be a TorchComm, got {comm!r}")
+    check_is_tensor(name, tensor)
 
 
 def _prepared(tensor: Tensor, op: ReduceOpLike) -> tuple[Tensor, str]:
@@ -35,12 +42,14 @@ def _prepared(tensor: Tensor, op: ReduceOpLike) -> tuple[Tensor, str]:
 
 def all_reduce(comm: TorchComm, tensor: Tensor, op: ReduceOpLike = ReduceOp.SUM) -> Tensor:
     """The ranks' ``tensor``, combined by ``op``, on all ranks; ``tensor`` is not changed."""
+    _check(comm, "tensor", tensor)
     given, name = _prepared(tensor, op)
     return torch.ops.asynccomm.all_reduce(given, comm.operator_name, name)  # type: ignore[no-any-return]
 
 
 def reduce(comm: TorchComm, tensor: Tensor, root: int, op: ReduceOpLike = ReduceOp.SUM) -> Tensor:
     """The ranks' ``tensor``, combined by ``op``, on rank ``root``; zeros on the other ranks."""
+    _check(comm, "tensor", tensor)
     given, name = _prepared(tensor, op)
     size = comm.get_size()
     return torch.ops.asynccomm.reduce(given, root, size, comm.operator_name, name)  # type: ignore[no-any-return]
@@ -48,22 +57,29 @@ def reduce(comm: TorchComm, tensor: Tensor, root: int, op: ReduceOpLike = Reduce
 
 def broadcast(comm: TorchComm, tensor: Tensor, root: int) -> Tensor:
     """The ``tensor`` of rank ``root``; ``tensor`` is not changed."""
+    _check(comm, "tensor", tensor)
     return torch.ops.asynccomm.broadcast(tensor, root, comm.operator_name)  # type: ignore[no-any-return]
 
 
 def all_gather(comm: TorchComm, tensor: Tensor) -> list[Tensor]:
     """Every rank's ``tensor``, of one shape on all ranks."""
+    _check(comm, "tensor", tensor)
     return list(all_gather_single(comm, tensor[None]).unbind())
 
 
 def all_gather_single(comm: TorchComm, input: Tensor, dim: int = 0) -> Tensor:
     """All ranks' ``input``, concatenated along ``dim``."""
+    _check(comm, "input", input)
     size = comm.get_size()
     return torch.ops.asynccomm.all_gather(input, dim, size, comm.operator_name)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(comm: TorchComm, input_list: Sequence[Tensor], op: ReduceOpLike = ReduceOp.SUM) -> Tensor:
     """The ranks' ``input_list[r]`` for this rank r, combined by ``op``; all tensors have one shape."""
+    if not isinstance(input_list, Sequence) or not input_list:
+        raise TypeError(f"input_list must be a list of tensors, got {input_list!r}")
+    for tensor in input_list:
+        _check(comm, "each item of input_list", tensor)
     if len(input_list) != comm.get_size():
         raise RuntimeError(f"input_list must have {comm.get_size()} tensors, got {len(input_list)}")
     return reduce_scatter_single(comm, torch.stack(list(input_list)), op)[0]
@@ -71,6 +87,7 @@ def reduce_scatter(comm: TorchComm, input_list: Sequence[Tensor], op: ReduceOpLi
 
 def reduce_scatter_single(comm: TorchComm, input: Tensor, op: ReduceOpLike = ReduceOp.SUM, dim: int = 0) -> Tensor:
     """This rank's chunk along ``dim`` of the ranks' ``input``, combined by ``op``."""
+    _check(comm, "input", input)
     given, name = _prepared(input, op)
     size = comm.get_size()
     return torch.ops.asynccomm.reduce_scatter(given, dim, size, comm.operator_name, name)  # type: ignore[no-any-return]
@@ -78,6 +95,7 @@ def reduce_scatter_single(comm: TorchComm, input: Tensor, op: ReduceOpLike = Red
 
 def all_to_all_single(comm: TorchComm, input: Tensor) -> Tensor:
     """Chunk r of dim 0 of ``input`` for rank r; the result has this rank's chunks of all ranks, in rank order."""
+    _check(comm, "input", input)
     return torch.ops.asynccomm.all_to_all(input, comm.operator_name)  # type: ignore[no-any-return]
 
 
@@ -85,5 +103,9 @@ def all_to_all_v_single(
     comm: TorchComm, input: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
 ) -> Tensor:
     """``input_split_sizes[r]`` rows of ``input`` for each rank r; ``output_split_sizes[s]`` come from each rank s."""
+    _check(comm, "input", input)
+    for name, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
+        if not isinstance(sizes, Sequence):
+            raise TypeError(f"{name} must be a list of integers, got {sizes!r}")
     splits = list(output_split_sizes), list(input_split_sizes)
     return torch.ops.asynccomm.all_to_all_v(input, *splits, comm.operator_name)  # type: ignore[no-any-return]

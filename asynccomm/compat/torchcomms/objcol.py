@@ -21,7 +21,7 @@ def all_gather_object(
 ) -> Any:
     """Fill ``object_list``, of one item for each rank, with every rank's ``obj``."""
     _check_length(comm, "object_list", object_list)
-    method = comm._comm.all_gather_object
+    method = _known(comm)._comm.all_gather_object
     return _filled(comm, object_list, method, obj, timeout=timeout, weights_only=_safe(weights_only))
 
 
@@ -34,11 +34,11 @@ def gather_object(
     weights_only: bool = True,
 ) -> Any:
     """Fill ``object_gather_list`` of rank ``root``, of one item for each rank; elsewhere it is None."""
-    if comm.get_rank() == root:
+    if _known(comm).get_rank() == root:
         _check_length(comm, "object_gather_list", object_gather_list)
     elif object_gather_list is not None:
         raise RefusedError(f"object_gather_list must be None except on the root, got {object_gather_list!r}")
-    method = comm._comm.gather_object
+    method = _known(comm)._comm.gather_object
     return _filled(comm, object_gather_list, method, obj, root, timeout=timeout, weights_only=_safe(weights_only))
 
 
@@ -46,7 +46,7 @@ def broadcast_object_list(
     comm: TorchComm, object_list: list[Any], root: int, timeout: timedelta | None = None, weights_only: bool = True
 ) -> Any:
     """Replace the items of ``object_list``, of one length on all ranks, by those of rank ``root``."""
-    method = comm._comm.broadcast_object_list
+    method = _known(comm)._comm.broadcast_object_list
     return _filled(comm, None, method, object_list, root, timeout=timeout, weights_only=_safe(weights_only))
 
 
@@ -62,12 +62,12 @@ def scatter_object_list(
     outputs = scatter_object_output_list
     if not isinstance(outputs, list) or not outputs:
         raise RefusedError(f"scatter_object_output_list must be a list of at least one item, got {outputs!r}")
-    inputs = scatter_object_input_list if comm.get_rank() == root else None
+    inputs = scatter_object_input_list if _known(comm).get_rank() == root else None
 
     def fill(obj: Any) -> None:
         outputs[0] = obj
 
-    method = comm._comm.scatter_object_list
+    method = _known(comm)._comm.scatter_object_list
     with refusing():
         work = comm._here().call(method, inputs, root, timeout=timeout, weights_only=_safe(weights_only))
     return outcome(work, fill)
@@ -75,7 +75,7 @@ def scatter_object_list(
 
 def send_object_list(comm: TorchComm, object_list: list[Any], dst: int, timeout: timedelta | None = None) -> Any:
     """Send the items of ``object_list`` to rank ``dst``: as safe values where they are, else as pickles."""
-    method, call = comm._comm.send_object_list, comm._here().call
+    method, call = _known(comm)._comm.send_object_list, comm._here().call
     with refusing():
         try:
             work = call(method, object_list, dst, timeout=timeout, weights_only=_safe(True))
@@ -88,7 +88,7 @@ def recv_object_list(
     comm: TorchComm, object_list: list[Any], src: int, timeout: timedelta | None = None, weights_only: bool = True
 ) -> Any:
     """Replace the items of ``object_list``, as long as the sender's, by those that rank ``src`` sends."""
-    method = comm._comm.recv_object_list
+    method = _known(comm)._comm.recv_object_list
     return _filled(comm, None, method, object_list, src, timeout=timeout, weights_only=_safe(weights_only))
 
 
@@ -104,6 +104,13 @@ def _filled(comm: TorchComm, into: list[Any] | None, method: Callable[..., Any],
     return outcome(work, fill)
 
 
+def _known(comm: object) -> TorchComm:
+    """``comm``. Raises: TypeError if it is no TorchComm."""
+    if not isinstance(comm, TorchComm):
+        raise TypeError(f"comm must be a TorchComm, got {comm!r}")
+    return comm
+
+
 def _nothing(_: object) -> None:
     """The result of a send."""
 
@@ -113,5 +120,5 @@ def _safe(weights_only: bool) -> bool:
 
 
 def _check_length(comm: TorchComm, name: str, items: object) -> None:
-    if not isinstance(items, list) or len(items) != comm.get_size():
+    if not isinstance(items, list) or len(items) != _known(comm).get_size():
         raise RefusedError(f"{name} must be a list of one item for each of the {comm.get_size()} ranks, got {items!r}")

@@ -12,7 +12,7 @@ from torch import Size, Tensor
 from asynccomm.compat.either import EitherComm, at_once, outcome, same
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
-from asynccomm.ops.validation import check_dim
+from asynccomm.ops.validation import check_dim, check_is_tensor
 
 
 class GroupCollectives(Handle):
@@ -65,7 +65,7 @@ class GroupCollectives(Handle):
             sizes: every rank's extent; None: equal ones.
         """
         comm = self._on_device().comm
-        if not isinstance(input_, Tensor) and not input_:
+        if not isinstance(input_, Tensor) and not (isinstance(input_, Sequence) and input_):
             raise ValueError(f"input_ must be a tensor or a list of at least one, got {input_!r}")
         given = self._extents(input_ if isinstance(input_, Tensor) else input_[0], dim) if sizes is None else sizes
         if isinstance(input_, Tensor):
@@ -113,6 +113,8 @@ class GroupCollectives(Handle):
         """A new tensor on the group's device, received from rank ``src``, another rank; None: the previous rank."""
         peer = (self.rank_in_group - 1) % self.world_size if src is None else src
         self._check_other("src", peer)
+        if not isinstance(size, Sequence):
+            raise TypeError(f"size must be a shape, got {size!r}")
         comm = self._on_device().comm
         return self._start(comm.recv, torch.empty(tuple(size), dtype=dtype, device=comm.device), peer)
 
@@ -124,9 +126,10 @@ class GroupCollectives(Handle):
 
 def _is_traced(tensor: Tensor) -> bool:
     """Whether the call is to be an operator: in a compiled function, or if autograd records calls that block."""
-    return torch.compiler.is_compiling() or (
-        tensor.requires_grad and torch.is_grad_enabled() and asyncio._get_running_loop() is None
-    )
+    if torch.compiler.is_compiling():
+        return True
+    check_is_tensor("input_", tensor)
+    return tensor.requires_grad and torch.is_grad_enabled() and asyncio._get_running_loop() is None
 
 
 def _nothing(_: object) -> None:

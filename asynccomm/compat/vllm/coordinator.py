@@ -20,6 +20,7 @@ from asynccomm.compat.vllm.message_queue import MessageQueue
 from asynccomm.compat.vllm.world import environment
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
+from asynccomm.ops.validation import as_index
 
 
 @final
@@ -175,6 +176,12 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         """The global rank of the previous process; before the first comes the last."""
         return self.ranks[self.rank_in_group - 1]
 
+    def _instead_of(self, group: object) -> GroupCoordinator:
+        """``group``, or for None this group. Raises: TypeError."""
+        if group is not None and not isinstance(group, GroupCoordinator):
+            raise TypeError(f"group must be a GroupCoordinator, got {group!r}")
+        return self if group is None else group
+
     # -- objects ------------------------------------------------------------------------------------------------------
 
     def barrier(self) -> Any:
@@ -196,7 +203,7 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         Args:
             group: the ranks; None: this group.
         """
-        here = (group or self)._on_cpu()
+        here = self._instead_of(group)._on_cpu()
         method = here.comm.broadcast_object_list
         return outcome(here.call(method, obj_list, src, weights_only=self._weights_only), same)
 
@@ -227,7 +234,7 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
             group: the ranks; None: this group.
             metadata_group: not used: the metadata are part of the same message.
         """
-        here = (group or self)._on_device()
+        here = self._instead_of(group)._on_device()
         if here.comm.size == 1:
             return at_once(tensor_dict)
         method = here.comm.broadcast_tensor_dict
@@ -319,7 +326,11 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
 
 def _own(group_ranks: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:
     """The list with ``rank``. Raises: ValueError for lists that are no groups of ``size`` processes."""
+    if not isinstance(group_ranks, Sequence) or not all(isinstance(group, Sequence) for group in group_ranks):
+        raise TypeError(f"group_ranks must be a list of lists of ranks, got {group_ranks!r}")
     known = [each for group in group_ranks for each in group]
+    if any(as_index(each) is None for each in known):
+        raise TypeError(f"group_ranks must be a list of lists of ranks, got {group_ranks!r}")
     if len(set(known)) < len(known) or not all(0 <= each < size for each in known):
         raise ValueError(f"group_ranks must be lists of different ranks in [0, {size}), got {group_ranks!r}")
     for group in group_ranks:

@@ -81,12 +81,8 @@ async def test_a_group_of_one_gives_its_input(comm: Comm) -> None:
         tensor = torch.ones(2, 2)
         for method in (group.all_reduce, group.all_gather, group.reduce_scatter, group.gather):
             assert method(tensor) is tensor
-        for call in (
-            lambda: group.send(tensor),
-            lambda: group.recv((2,), torch.float32),
-            lambda: group.send(tensor, 0),
-        ):
-            with pytest.raises(ValueError, match="(dst|src) must be another rank than this one, 0"):
+        for call in (lambda: group.send(tensor), lambda: group.recv((2,), torch.float32)):
+            with pytest.raises(ValueError, match="must be another rank than this one, 0"):
                 call()  # without a loop it could never end
         with pytest.raises(ValueError, match="input_ must be a tensor or a list of at least one"):
             group.all_gatherv([])
