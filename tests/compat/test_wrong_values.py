@@ -1,4 +1,4 @@
-"""Arguments of wrong kinds and values, to all functions of the faces with blocking calls: each error is one of a check."""
+"""Arguments of wrong kinds and values, to the blocking functions of the faces: each error is one of a check."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Size, Tensor
 from asynccomm.compat.either import EitherComm, at_once, outcome, same
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
-from asynccomm.ops.validation import check_dim, check_is_tensor
+from asynccomm.ops.validation import as_index, check_dim, check_is_tensor
 
 
 class GroupCollectives(Handle):
@@ -119,7 +119,9 @@ class GroupCollectives(Handle):
         return self._start(comm.recv, torch.empty(tuple(size), dtype=dtype, device=comm.device), peer)
 
     def _check_other(self, name: str, rank: int) -> None:
-        """Raise ValueError if ``rank`` is this rank: the other end of its message could only wait behind this one."""
+        """Raise TypeError if ``rank`` is none, and ValueError if it is this one: nothing could come from there."""
+        if as_index(rank) is None:
+            raise TypeError(f"{name} must be a rank (an integer), got {rank!r}")
         if rank == self.rank_in_group:
             raise ValueError(f"{name} must be another rank than this one, {rank}")
 
