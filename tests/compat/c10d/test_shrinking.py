@@ -95,7 +95,7 @@ async def test_a_group_of_some() -> None:
 
 async def test_step_by_step() -> None:
     """The steps are those of torch's ``shrink_group``, and give its result."""
-    called = asyncio.Barrier(3)
+    called, both = asyncio.Barrier(3), asyncio.Barrier(2)
 
     async def body(rank: int) -> None:
         other = await dist.new_group([0, 1])
@@ -124,8 +124,10 @@ async def test_step_by_step() -> None:
         assert metadata["original_group_name"] == left.group_name != metadata["new_group_name"]
         pair = await dist.new_group([0, 1])
         assert isinstance(pair, dist.ProcessGroup)
+        await both.wait()  # else one could abort it while the other connects
         await dist._destroy_all_other_groups(left)
         assert list(dist._world.pg_map) == [left]
+        await both.wait()
         await dist._cleanup_original_group(left, True)
         assert not dist.is_initialized()
         dist._cleanup_process_group_global_state(left)
