@@ -240,12 +240,15 @@ class DirectCalls(Protocol):
     mailbox: Mailbox
     counts: CallCounts
     recent: deque[Any]
+    notes: deque[
+        Any
+    ]  #: calls that are done, as ``recent`` has them, for the watchers; if ``counts.noted_calls`` is not 0
     records_sites: bool
     queues: dict[object, Any]  #: of scopes, by the task or thread
     in_flight: Any
 
-    def note(self, call: Any) -> object:
-        """Report a call that is done, as ``recent`` has it, to the watchers; called if ``counts.watchers`` is not 0."""
+    def note(self) -> object:
+        """Let the watchers have the ``notes``; called when there are ``counts.noted_calls`` of them."""
 
     @property
     def lock(self) -> Any:

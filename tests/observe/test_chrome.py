@@ -34,7 +34,7 @@ def check_format(trace: dict[str, Any]) -> None:
     trace = json.loads(json.dumps(trace))
     events = trace["traceEvents"]
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    flows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         assert event.keys() >= PHASES[event["ph"]], event
@@ -49,6 +49,7 @@ def check_format(trace: dict[str, Any]) -> None:
         elif event["ph"] == "C":
             assert all(isinstance(value, (int, float)) for value in event["args"].values())
         else:
+            assert isinstance(event["id"], int)  # Perfetto refuses text
             flows[event["id"]].append(event)
     for place, found in slices.items():
         open_until: list[float] = []
