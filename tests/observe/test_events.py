@@ -262,3 +262,23 @@ async def test_a_slow_reader_loses_the_oldest_calls_of_the_fast_path(comm: Comm)
     events = await read(stream)
     assert [event.seq for event in events if event.kind == "completion"] == list(range(3 * NOTED - 7, 3 * NOTED + 1))
     assert stream.dropped == 3 * NOTED - 8
+
+
+@pytest.mark.ranks(1)
+async def test_calls_that_the_fast_path_has_held_and_python_sends_or_drops(comm: Comm) -> None:
+    tensors = [torch.ones(2) for _ in range(3)]
+    async with comm.coalesce():
+        comm.all_reduce(tensors[0])  # from now on the fast path holds such calls
+    stream = comm.events()
+    async with comm.coalesce():
+        comm.all_reduce(tensors[0])
+        comm.all_reduce(tensors[1])
+        comm.all_reduce(tensors[2], timeout=5)  # which Python holds, so it sends all three
+    with contextlib.suppress(ZeroDivisionError):
+        async with comm.coalesce():
+            comm.all_reduce(tensors[0])
+            raise ZeroDivisionError
+    events = await read(stream)
+    assert sorted(kinds(events)) == sorted(
+        [("call", -1)] * 4 + [(kind, seq) for kind in ("send", "completion") for seq in (1, 2, 3)] + [("failure", -1)]
+    )
