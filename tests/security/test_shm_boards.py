@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -111,8 +112,7 @@ def taking(board: Executor) -> tuple[Any, list[int]]:
     return start(board, submission(Call(op, (), (), None, place=place), 0), 512), asked
 
 
-@pytest.mark.parametrize("at", range(3))
-@pytest.mark.parametrize("number", [LARGEST + 1, 2**60, 2**64 - 1])
+@cases("at, number", product(range(3), [LARGEST + 1, 2**60, 2**64 - 1]))
 def test_numbers_that_cannot_be(at: int, number: int) -> None:
     mine, theirs = pair()
     progress, asked = taking(mine)
