@@ -142,7 +142,7 @@ def test_of_refuses_everything_else(op: object) -> None:
     assert repr(op) in str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases("dtype", DTYPES, ids=str)
 def test_legality(dtype: torch.dtype) -> None:
     ops = [*(ReduceOp(kind) for kind in PLAIN), ReduceOp.PREMUL_SUM(2)]
     assert {op.type.name for op in ops if is_legal(op, dtype)} == legal_kinds(dtype)
@@ -153,7 +153,7 @@ def test_illegal_names_op_and_dtype() -> None:
         ReduceOp.BAND.check(torch.float32)
 
 
-@pytest.mark.parametrize("make", [lambda value: value, torch.tensor], ids=["number", "tensor"])
+@cases("make", [lambda value: value, torch.tensor], ids=["number", "tensor"])
 def test_factor_must_fit_the_dtype(make: Any) -> None:
     whole, real, imaginary = make(2), make(0.5), make(1j)
     for dtype in DTYPES:
@@ -168,10 +168,8 @@ def test_factor_must_fit_the_dtype(make: Any) -> None:
         ReduceOp.PREMUL_SUM(imaginary).check(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "op",
-    [*(ReduceOp(kind) for kind in PLAIN), *map(ReduceOp.PREMUL_SUM, (2, 0.5, 1j, torch.tensor(2.0)))],
-    ids=repr,
+@cases(
+    "op", [*(ReduceOp(kind) for kind in PLAIN), *map(ReduceOp.PREMUL_SUM, (2, 0.5, 1j, torch.tensor(2.0)))], ids=repr
 )
 def test_survives_pickle_and_copy(op: ReduceOp) -> None:
     for again in (pickle.loads(pickle.dumps(op)), copy.copy(op), copy.deepcopy(op)):

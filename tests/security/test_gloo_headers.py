@@ -137,7 +137,7 @@ def test_headers_of_any_numbers(seed: int) -> None:
             take([first, choose.randbytes(100)], choose.choice([None, 8]))
 
 
-@pytest.mark.parametrize(
+@cases(
     "note",
     [
         (-1, 0, 0),
@@ -294,7 +294,7 @@ def test_other_numbers_of_elements(numel: int, kind: int) -> None:
     assert isinstance(error, CollectiveMismatchError if possible else BackendError)
 
 
-@pytest.mark.parametrize(
+@cases(
     "header",
     [
         Header(0),

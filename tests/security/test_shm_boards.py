@@ -126,9 +126,7 @@ def test_numbers_that_cannot_be(at: int, number: int) -> None:
     assert asked == []
 
 
-@pytest.mark.parametrize(
-    "header", [(0, 5000, 1), (3000, 0, 1), (1025, 0, 1), (0, 5000, 4), (2000, 5000, 3), (0, 0, 2**32)], ids=str
-)
+@cases("header", [(0, 5000, 1), (3000, 0, 1), (1025, 0, 1), (0, 5000, 4), (2000, 5000, 3), (0, 0, 2**32)], ids=str)
 def test_a_stream_that_ends_before_all_has_come(header: tuple[int, int, int]) -> None:
     """It would be taken as complete, with whatever was in the memory before."""
     mine, theirs = pair()
