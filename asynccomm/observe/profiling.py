@@ -9,8 +9,10 @@ a Python group at all: torch's dispatcher then records calls (``c10d::allreduce_
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from contextvars import ContextVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
@@ -20,13 +22,36 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_named: Final = ContextVar("asynccomm.observe.profiling.named", default="")
+
+
+@contextlib.contextmanager
+def record_comm(name: str) -> Iterator[None]:
+    """Name the events of this task's calls inside the block ``name``, in place of the names of their operations.
+
+    Raises: TypeError.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {name!r}")
+    token = _named.set(name)
+    try:
+        yield
+    finally:
+        _named.reset(token)
+
+
 def is_profiling() -> bool:
     """Whether torch's profiler is running in this process."""
     return profiler._is_profiler_enabled
 
 
 def recorded(name: str, values: Iterable[Any], call: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``call`` in an event named ``name``, with the shapes of the tensors among ``values``."""
+    """Wrap ``call`` in an event with the shapes of the tensors among ``values``.
+
+    Args:
+        name: of the event, outside of :func:`record_comm`.
+    """
+    name = _named.get() or name
 
     def call_recorded(*arguments: P.args, **options: P.kwargs) -> T:
         with _RecordFunctionFast(name, list(_tensors(values))):

@@ -23,6 +23,7 @@ from asynccomm.control.transport.connection import Tokens, close_inherited
 from asynccomm.control.transport.framing import HELLO_BYTES, encode
 from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
 from asynccomm.control.transport.sockets import BACKLOG, peer_user, tcp_socket
+from asynccomm.core.hosts import host_name
 from asynccomm.queues.bridge import Streams
 from asynccomm.queues.options import QueueHandle, QueueHello, QueueWelcome
 
@@ -75,7 +76,7 @@ class QueueListener:
 
     def handle(self, attaches: str, label: str, rank: int, address: str, port: int) -> QueueHandle:
         ask, answer = self.tokens.ask, self.tokens.answer
-        return QueueHandle(socket.gethostname(), self.name, address, port, ask, answer, attaches, label, rank)
+        return QueueHandle(host_name(), self.name, address, port, ask, answer, attaches, label, rank)
 
     # -- on this host -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Coroutine
 from typing import Any, Final, final
 
 from asynccomm.backends.shm.segment import Segment, create
+from asynccomm.core.hosts import host_name
 from asynccomm.core.tasks import detach
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, PeerLostError
 from asynccomm.queues.bridge import Streams, bell_pair, receive_frames, send_frames
@@ -31,7 +32,7 @@ def _lost(label: str, rank: int, comm: str) -> AsyncCommError:
 
 
 def _label(rank: int) -> str:
-    return f"rank {rank}" if rank >= 0 else f"process {os.getpid()} on {socket.gethostname()}"
+    return f"rank {rank}" if rank >= 0 else f"process {os.getpid()} on {host_name()}"
 
 
 def _new_ring(ring: int) -> tuple[Segment, int]:
@@ -204,7 +205,7 @@ async def attach(handle: QueueHandle, options: QueueOptions, rank: int = -1, com
 
 async def _connect(handle: QueueHandle, hello: QueueHello) -> tuple[socket.socket | Streams, QueueWelcome, Segment]:
     """Raises: OSError, BackendError."""
-    if not handle.port or handle.host == socket.gethostname():
+    if not handle.port or handle.host == host_name():
         try:
             sock, welcome, fd = await connect_local(handle, hello)
         except PermissionError:

@@ -13,22 +13,24 @@ from asynccomm.compat import operators
 
 
 class Group:
-    """A group of two ranks with equal tensors."""
+    """Rank 0 of a group of two ranks with equal tensors."""
 
-    def _all_reduce_out_place(self, input_: torch.Tensor) -> Any:
-        return input_ * 2
-
-    def _all_gather_out_place(self, input_: torch.Tensor, dim: int) -> Any:
-        return torch.cat([input_, input_], dim)
-
-    def _reduce_scatter_out_place(self, input_: torch.Tensor, dim: int) -> Any:
-        return (input_ * 2).chunk(2, dim)[0].contiguous()
-
-    def _all_to_all_out_place(self, input_: torch.Tensor) -> Any:
-        return torch.cat([input_.chunk(2)[0]] * 2)
-
-    def _broadcast_out_place(self, input_: torch.Tensor, root: int) -> Any:
-        return input_.clone()
+    def _operate(self, name: str, *arguments: Any, out: torch.Tensor | None = None) -> Any:
+        if name == "all_reduce":
+            assert out is not None
+            return out.copy_(arguments[0] * (1 if arguments[1].type.name == "MAX" else 2))
+        if name == "all_gather_single":
+            return torch.cat([arguments[1]] * 2, arguments[2])
+        if name == "reduce_scatter_single":
+            return (arguments[1] * 2).chunk(2, arguments[3])[0].contiguous()
+        if name == "all_to_all_single":
+            return arguments[0].copy_(torch.cat([arguments[1].chunk(2)[0]] * 2))
+        if name == "all_to_all_v_single":
+            return arguments[0].fill_(1)
+        if name == "reduce":
+            return arguments[0].mul_(2) if arguments[1] == 0 else None
+        assert name == "broadcast"
+        return arguments[0]
 
 
 def results(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -37,7 +39,9 @@ def results(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         torch.ops.asynccomm.all_gather(tensor, -1, 2, name),
         torch.ops.asynccomm.reduce_scatter(tensor, 0, 2, name),
         torch.ops.asynccomm.all_to_all(tensor, name),
+        torch.ops.asynccomm.all_to_all_v(tensor, [1, 2], [3, 1], name),
         torch.ops.asynccomm.broadcast(tensor, 0, name),
+        torch.ops.asynccomm.reduce(tensor, 1, 2, name),
     ]
 
 
@@ -46,7 +50,12 @@ def test_operators_find_their_group_and_its_results_without_it() -> None:
     group = Group()
     operators.register(name, group)
     real = results(torch.ones(4, 2), name)
-    assert [tuple(tensor.shape) for tensor in real] == [(4, 2), (4, 4), (2, 2), (4, 2), (4, 2)]
+    assert [tuple(tensor.shape) for tensor in real] == [(4, 2), (4, 4), (2, 2), (4, 2), (3, 2), (4, 2), (4, 2)]
+    assert real[-1].eq(0).all()  # this rank is not the root
+    assert torch.ops.asynccomm.reduce(torch.ones(1), 0, 2, name).item() == 2
+    assert torch.ops.asynccomm.all_reduce(torch.ones(1), name, "MAX").item() == 1
+    with pytest.raises(ValueError, match=r"op must be one of SUM, AVG, .*, got 'PREMUL_SUM'"):
+        torch.ops.asynccomm.all_reduce(torch.ones(1), name, "PREMUL_SUM")
     with FakeTensorMode():
         fake = results(torch.ones(4, 2), name)
     for one, other in zip(real, fake, strict=True):
@@ -68,7 +77,22 @@ def test_names_are_numbered_and_removed() -> None:
         operators.group_called(first)
 
 
+def test_reductions_without_a_gradient_are_refused_in_the_backward_pass() -> None:
+    name, group = operators.unique_name("gradients"), Group()
+    operators.register(name, group)
+    tensor = torch.ones(2, requires_grad=True)
+    for result in (
+        torch.ops.asynccomm.all_reduce(tensor, name, "MAX"),
+        torch.ops.asynccomm.reduce_scatter(tensor, 0, 2, name, "MIN"),
+        torch.ops.asynccomm.reduce(tensor, 0, 2, name, "PRODUCT"),
+    ):
+        with pytest.raises(NotImplementedError, match=r"gradients for op SUM and AVG, got (MAX|MIN|PRODUCT)"):
+            result.sum().backward()
+    assert tensor.grad is None
+
+
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the check itself reads
 def test_torch_finds_the_operators_right() -> None:
     name, group = operators.unique_name("checked"), Group()
     operators.register(name, group)
@@ -77,9 +101,13 @@ def test_torch_finds_the_operators_right() -> None:
         (torch.ops.asynccomm.all_gather, (1, 2, name)),
         (torch.ops.asynccomm.reduce_scatter, (0, 2, name)),
         (torch.ops.asynccomm.all_to_all, (name,)),
+        (torch.ops.asynccomm.all_to_all_v, ([1, 2], [3, 1], name)),
         (torch.ops.asynccomm.broadcast, (0, name)),
+        (torch.ops.asynccomm.reduce, (0, 2, name)),
     ):
-        torch.library.opcheck(operator.default, (torch.ones(4, 2), *arguments))
+        for needs_gradient in (False, True):
+            tensor = torch.ones(4, 2, requires_grad=needs_gradient)
+            torch.library.opcheck(operator.default, (tensor, *arguments))
 
 
 async def test_an_operator_does_not_block_a_loop() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import profile
 
 from asynccomm import Comm
-from asynccomm.observe.profiling import is_profiling, recorded
+from asynccomm.observe.profiling import is_profiling, record_comm, recorded
 
 
 def test_a_call_is_an_event_with_the_shapes_of_its_tensors() -> None:
@@ -31,10 +31,16 @@ async def test_the_calls_of_a_comm_are_events_also_those_of_the_fast_path(comm: 
         await comm.all_gather_single(torch.empty(4), torch.ones(2))
         async with comm.coalesce():
             comm.barrier()
+        with record_comm("asynccomm::mine"):
+            work = comm.all_reduce(tensor)
+        await work
     found = [(event.name, event.input_shapes) for event in seen.events() if event.name.startswith("asynccomm::")]
     assert found == [
         ("asynccomm::all_reduce", [[3]]),
         ("asynccomm::all_gather_single", [[2], [4]]),
         ("asynccomm::barrier", []),
+        ("asynccomm::mine", [[3]]),
     ]
+    with pytest.raises(TypeError, match="name must be a str, got 1"), record_comm(1):  # type: ignore[arg-type]
+        pass
     await comm.all_reduce(tensor)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, SupportsIndex, Unpack, final
 
+import anyio.to_thread
+
+from asynccomm.backends.addresses import choose_address
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.methods.groups import distinct
 from asynccomm.comm.pending import PendingComm
@@ -76,7 +81,8 @@ class Queues(CommBase):
             timeout: seconds to wait for the ranks; None: the comm's time limit.
             arguments: ``capacity``, bytes of the ring (8 MiB). ``overflow="drop_oldest"``: a writer never waits, and a
                 slow reader loses the oldest items, which its ``dropped`` counts. ``on_lost="continue"``: go on without
-                lost ends. ``address``: listen on TCP at this interface, so that ends on other hosts can attach.
+                lost ends. ``address``: listen on TCP at this interface, so that ends on other hosts can attach; where
+                the ranks are on several hosts, the default is the interface of the comm.
                 ``expect``, ``weights_only`` and ``max_bytes``: as in ``recv_object``, for each item.
 
         Raises: TypeError, ValueError at the call, naming the argument; from awaiting: BackendError, which names the
@@ -118,6 +124,8 @@ class Queues(CommBase):
     async def _host(
         self, writes: bool, options: QueueOptions, members: Sequence[int], room: Store, limit: float
     ) -> MessageQueue:
+        if not options.address:
+            options = replace(options, address=await self._address_for([self.rank, *members]))
         host = QueueHost(writes, options, self.rank, self.name, members)
         try:
             async with within(limit):
@@ -131,6 +139,16 @@ class Queues(CommBase):
         except BaseException:
             host.close()
             raise
+
+    async def _address_for(self, ranks: Sequence[int]) -> str:
+        """The address at which ``ranks`` reach this one; "" if all are on this host. Raises: BackendError."""
+        members = self._session.identity.members
+        if len({members[rank].host for rank in ranks}) == 1:
+            return ""
+        chosen = await anyio.to_thread.run_sync(  # names may be resolved
+            choose_address, self.options.hints, os.environ, self.rank, members, abandon_on_cancel=True
+        )
+        return chosen.address
 
     async def _member(self, host: int, options: QueueOptions, room: Store, limit: float) -> MessageQueue:
         getting = asyncio.ensure_future(self._attach(options, room))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import threading
@@ -73,6 +74,8 @@ class BaguaProcessGroup:
         self.stream = stream
         self.group_name = group_name
         self._made: dict[str, BaguaSingleCommunicatorPy] = {}
+        self._making = threading.RLock()
+        self._awaited: dict[tuple[str, asyncio.AbstractEventLoop], asyncio.Future[BaguaSingleCommunicatorPy]] = {}
         self._connect: Callable[[Callable[[EitherComm | None], Any]], Any] = self._split_off
 
     def get_global_communicator(self) -> Any:
@@ -101,7 +104,15 @@ class BaguaProcessGroup:
             stream = _default_stream() if self.stream is None else self.stream
             return self._made.setdefault(kind, BaguaSingleCommunicatorPy(comm, stream))
 
-        return make(keep)
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            with self._making:  # threads that ask at the same time get the same one
+                return self._made[kind] if kind in self._made else make(keep)
+        making = self._awaited.get((kind, loop))
+        if making is None:
+            making = self._awaited[kind, loop] = asyncio.ensure_future(make(keep))
+            making.add_done_callback(lambda _: self._awaited.pop((kind, loop)))
+        return asyncio.shield(making)
 
     def _part(self, kind: str, make: Callable[[EitherComm], Any]) -> Any:
         def derive(whole: BaguaSingleCommunicatorPy, then: Callable[[EitherComm | None], Any]) -> Any:

@@ -30,6 +30,7 @@ from asynccomm.compat.c10d import private as _internals_module
 from asynccomm.compat.c10d import ranks as _ranks_module
 from asynccomm.compat.c10d import reductions as _reductions_module
 from asynccomm.compat.c10d import rendezvous_handlers as _meeting_module
+from asynccomm.compat.c10d import shrinking as _shrinking_module
 from asynccomm.compat.c10d import types as _types_module
 from asynccomm.compat.c10d import validation as _checks_module
 from asynccomm.compat.c10d import world as _world_module
@@ -74,6 +75,7 @@ from asynccomm.compat.c10d.p2p import irecv as irecv
 from asynccomm.compat.c10d.p2p import isend as isend
 from asynccomm.compat.c10d.p2p import recv as recv
 from asynccomm.compat.c10d.p2p import send as send
+from asynccomm.compat.c10d.private import get_backend_impl as get_backend_impl
 from asynccomm.compat.c10d.process_group import ProcessGroup as ProcessGroup
 from asynccomm.compat.c10d.ranks import get_backend as get_backend
 from asynccomm.compat.c10d.ranks import get_backend_config as get_backend_config
@@ -132,6 +134,7 @@ from asynccomm.compat.c10d.world import World as World
 from asynccomm.compat.c10d.world import group as group
 from asynccomm.compat.c10d.world import is_initialized as is_initialized
 from asynccomm.compat.c10d.world import use_world as use_world
+from asynccomm.observe.profiling import record_comm as record_comm
 
 _NOT_EXPORTED = {  # by torch, either
     "AllgatherOptions",
@@ -175,12 +178,20 @@ _check_tensor_list = _internals_module.check_tensor_list
 _check_valid_timeout = _types_module.check_valid_timeout
 _coalescing_manager = _coalescing_module.coalescing_manager
 _CoalescingManager = _coalescing_module.CoalescingManager
+_cleanup_original_group = _shrinking_module.cleanup_original_group
+_cleanup_process_group_global_state = _shrinking_module.cleanup_process_group_global_state
 _CollOp = _coalescing_module.CollOp
+_create_process_group_wrapper = _internals_module.process_group_wrapper
+_create_shrunk_process_group = _shrinking_module.create_shrunk_process_group
+_destroy_all_other_groups = _shrinking_module.destroy_all_other_groups
 _device_capability = _objects_module.device_capability
 _dump_fr_trace = _internals_module.dump_fr_trace
 _dump_fr_trace_json = _internals_module.dump_fr_trace_json
 _ensure_all_tensors_same_dtype = _checks_module.check_same_dtype
+_export_c_types = _types_module.export_c_types
+_extract_group_metadata = _shrinking_module.extract_group_metadata
 _exception_logger = _logs_module.logged
+_finalize_shrunk_group = _shrinking_module.finalize_shrunk_group
 _find_or_create_pg_by_ranks_and_tag = _groups_module.find_or_create_group
 _find_pg_by_ranks_and_tag = _internals_module.find_group
 _get_all_pg_configs = _internals_module.all_pg_configs
@@ -198,29 +209,44 @@ _get_pg_default_device = _objects_module.pg_default_device
 _get_process_group_name = _internals_module.name_of
 _get_process_group_store = _internals_module.group_store
 _get_process_group_uid = _internals_module.group_uid
+_get_split_source = _internals_module.split_source
+_GLOO_AVAILABLE = _backends_module._GLOO_AVAILABLE
 _group_or_default_group = _world_module.group_or_default
 _hash_ranks_to_str = _internals_module.hash_ranks
+_GroupMetadata = _shrinking_module.GroupMetadata
 _IllegalWork = _coalescing_module.IllegalWork
 _is_barrier_after_init = _init_module.barrier_after_init
 _is_safe_to_split = _groups_module.is_safe_to_split
+_MPI_AVAILABLE = _backends_module._MPI_AVAILABLE
+_NCCL_AVAILABLE = _backends_module._NCCL_AVAILABLE
 _new_process_group_helper = _groups_module.new_process_group_helper
 _new_group_with_tag = _groups_module.new_group_with_tag
 _object_to_tensor = _objects_module.object_to_tensor
+_prepare_shrink_target_group = _shrinking_module.prepare_shrink_target_group
 _process_group_color = _groups_module.process_group_color
 _process_group_name = _internals_module.process_group_name
 _rank_not_in_group = _internals_module.is_not_in_group
 _reduce_scatter_base = _reductions_module.reduce_scatter_base
 _reset_fr_trace = _internals_module.reset_fr_trace
 _resolve_group_name_by_ranks_and_tag = _internals_module.resolve_name
+_resolve_process_group = _internals_module.resolve_group
 _set_pg_timeout = _ending_module.set_timeout
+_ShrinkGroupInfo = _shrinking_module.ShrinkGroupInfo
 _store_based_barrier = _meeting_module.store_based_barrier
 _tensor_to_object = _objects_module.tensor_to_object
 _time_estimator = _coalescing_module.time_estimator
 _time_logger = _logs_module.timed
 _TimeEstimator = _coalescing_module.TimeEstimator
+_UCC_AVAILABLE = _backends_module._UCC_AVAILABLE
 _update_default_pg = _init_module.update_default_pg
+_validate_and_process_excluded_ranks = _shrinking_module.validate_and_process_excluded_ranks
 _validate_output_list_for_rank = _internals_module.validate_output_list
+_validate_shrink_backend_requirements = _shrinking_module.validate_shrink_backend_requirements
+_validate_shrink_inputs = _shrinking_module.validate_shrink_inputs
 _warn_not_in_group = _internals_module.warn_not_in_group
+_World = _world_module.World
+_WorldMeta = _world_module._WorldMeta
+_XCCL_AVAILABLE = _backends_module._XCCL_AVAILABLE
 
 
 def __getattr__(name: str) -> object:

@@ -11,8 +11,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
+from asynccomm.backends.base import Backend as Transport
+from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d import validation
-from asynccomm.compat.c10d.backends import Backend
+from asynccomm.compat.c10d.backends import Backend, accelerator, is_gloo_available
 from asynccomm.compat.c10d.p2p import irecv, isend
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import get_backend, get_global_rank, get_process_group_ranks
@@ -57,10 +61,7 @@ def group_size(group: Group) -> int:
 
 def group_size_by_name(name: str) -> int:
     """The number of ranks of the group with this name. Raises: ValueError if there is none."""
-    for pg, known in world().pg_names.items():
-        if known == name:
-            return pg.size()
-    raise ValueError(f"there is no group of the name {name!r}")
+    return resolve_group(name).size()
 
 
 def pg_config(group: Group = None) -> dict[str, Any]:
@@ -78,6 +79,71 @@ def pg_config(group: Group = None) -> dict[str, Any]:
 def all_pg_configs() -> list[dict[str, Any]]:
     """Descriptions of all groups; see :func:`pg_config`."""
     return [pg_config(pg) for pg in world().pg_map]
+
+
+def resolve_group(group_name: str) -> ProcessGroup:
+    """The group of this world with this name. Raises: ValueError if there is none."""
+    for pg, known in world().pg_names.items():
+        if known == group_name:
+            return pg
+    raise ValueError(f"there is no group of the name {group_name!r}")
+
+
+def get_backend_impl(group: Group | str = None, device: str | torch.device | None = None) -> Transport:
+    """The backend object behind a group: an escape hatch, without promises of compatibility.
+
+    Args:
+        group: also a group's name.
+        device: type of device that the backend serves; None: the bound device's, or the only backend.
+
+    Raises: ValueError if this rank is not in the group, or several backends serve it and no device is given;
+        RuntimeError if the group does not serve the device.
+    """
+    pg = resolve_group(group) if isinstance(group, str) else registered(group)
+    if device is None:
+        device = pg.bound_device_id
+    if device is None and len(pg.comms) > 1:
+        raise ValueError(f"device must be given: {pg!r} has several backends")
+    if device is not None and torch.device(device).type not in pg.device_types:
+        raise RuntimeError(f"device must be of a type in {pg.device_types}, which {pg!r} serves, got {device}")
+    return pg.comm(device).unsafe_get_backend()
+
+
+def split_source(pg: ProcessGroup) -> Comm | None:
+    """The comm that groups are split off: of the bound device, or of the default group's accelerator; else None."""
+    kind = None if pg.bound_device_id is None else pg.bound_device_id.type
+    if kind is None and pg is world().default_pg:
+        kind = accelerator()
+    return pg.comm(kind) if kind in pg.device_types else None
+
+
+def process_group_wrapper(
+    wrapped_pg: ProcessGroup | Comm,
+    store_prefix: str,
+    store: object,
+    rank: int,
+    world_size: int,
+    timeout: object = None,
+) -> ProcessGroup | Comm:
+    """``wrapped_pg`` itself: the calls of all ranks are always compared, without a wrapper.
+
+    Args:
+        store_prefix, store, timeout: not needed, as no second group is made for comparing.
+
+    Raises: AssertionError if torch was built without gloo, as in torch; TypeError; ValueError for a rank or a size that
+        ``wrapped_pg`` does not have.
+    """
+    if not is_gloo_available():
+        raise AssertionError("process groups cannot be wrapped without gloo")
+    if isinstance(wrapped_pg, ProcessGroup):
+        has = wrapped_pg.rank(), wrapped_pg.size()
+    elif isinstance(wrapped_pg, Comm):
+        has = wrapped_pg.rank, wrapped_pg.size
+    else:
+        raise TypeError(f"wrapped_pg must be a ProcessGroup or a Comm, got {wrapped_pg!r}")
+    if has != (rank, world_size):
+        raise ValueError(f"wrapped_pg is rank {has[0]} of {has[1]}, got rank {rank} and world_size {world_size}")
+    return wrapped_pg
 
 
 def backend_from_str(backend: str | None = None) -> str:

@@ -28,6 +28,8 @@ from typing_extensions import deprecated
 
 from asynccomm.ops import reduce_op as _ours
 
+export_c_types = _torch._export_c_types  # names torch's types, which are the types here, after torch's public module
+
 DistBackendError = _DistBackendError
 DistError = _DistError
 DistNetworkError = _DistNetworkError

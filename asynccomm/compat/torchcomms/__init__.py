@@ -22,10 +22,10 @@ from asynccomm.compat.torchcomms.batch import P2POp as P2POp
 from asynccomm.compat.torchcomms.batch import P2POpType as P2POpType
 from asynccomm.compat.torchcomms.comm import TorchComm as TorchComm
 from asynccomm.compat.torchcomms.comm import new_comm as new_comm
-from asynccomm.compat.torchcomms.hooks import OpArguments as OpArguments
-from asynccomm.compat.torchcomms.hooks import RemovableHandle as RemovableHandle
 from asynccomm.compat.torchcomms.options import BatchP2POptions as BatchP2POptions
 from asynccomm.compat.torchcomms.options import CommOptions as CommOptions
+from asynccomm.compat.torchcomms.registration import OpArguments as OpArguments
+from asynccomm.compat.torchcomms.registration import RemovableHandle as RemovableHandle
 from asynccomm.compat.torchcomms.window import TorchCommWindow as TorchCommWindow
 from asynccomm.compat.torchcomms.work import TorchWork as TorchWork
 from asynccomm.ops.reduce_op import RedOpType as RedOpType

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asynccomm.comm.comm import Comm
 from asynccomm.compat.either import EitherComm
 from asynccomm.compat.torchcomms.batch import BatchSendRecv
 from asynccomm.compat.torchcomms.errors import refusing
-from asynccomm.compat.torchcomms.hooks import Hooks, OpArguments
+from asynccomm.compat.torchcomms.registration import Hooks, OpArguments
 from asynccomm.compat.torchcomms.work import TorchWork
 from asynccomm.core.handles import Handle
 from asynccomm.ops.reduce_op import ReduceOpLike
@@ -190,22 +190,13 @@ class TorchCollectiveMethods(Handle):
 
     # -- for operators ------------------------------------------------------------------------------------------------
 
-    def _all_reduce_out_place(self, input_: Tensor) -> Any:
-        out = torch.empty_like(input_, memory_format=torch.contiguous_format)
-        return self._comm.all_reduce(input_, out=out).wait()
-
-    def _all_gather_out_place(self, input_: Tensor, dim: int) -> Any:
-        return self._comm.all_gather_single(None, input_, dim).wait()
-
-    def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Any:
-        return self._comm.reduce_scatter_single(None, input_, dim=dim).wait()
-
-    def _all_to_all_out_place(self, input_: Tensor) -> Any:
-        out = torch.empty_like(input_, memory_format=torch.contiguous_format)
-        return self._comm.all_to_all_single(out, input_).wait()
-
-    def _broadcast_out_place(self, input_: Tensor, root: int) -> Any:
-        return self._comm.broadcast(input_.clone(memory_format=torch.contiguous_format), root).wait()
+    def _operate(self, name: str, *arguments: Any, out: Tensor | None = None, **options: Any) -> Any:
+        method = getattr(self._comm, name)
+        if out is not None and (self._hooks.before or self._hooks.after):
+            arguments = (out.copy_(arguments[0]), *arguments[1:])  # hooks find inputs and outputs in the arguments
+        elif out is not None:
+            method = partial(method, out=out)
+        return self._run(name, False, None, None, method, *arguments, **options)._work.wait()
 
     def _run(
         self, name: str, async_op: object, hints: Hints, timeout: Limit, method: Callable[..., Any], *args: Any

@@ -21,8 +21,8 @@ from asynccomm.compat import operators
 from asynccomm.compat.either import EitherComm, at_once
 from asynccomm.compat.torchcomms.collectives import Hints, Limit, TorchCollectiveMethods
 from asynccomm.compat.torchcomms.errors import refusing
-from asynccomm.compat.torchcomms.hooks import Hooks, OpArguments, RemovableHandle
 from asynccomm.compat.torchcomms.options import CommOptions
+from asynccomm.compat.torchcomms.registration import Hooks, OpArguments, RemovableHandle
 from asynccomm.compat.torchcomms.window import TorchCommWindow
 from asynccomm.compat.torchcomms.work import TorchWork
 from asynccomm.errors import BrokenError
@@ -163,8 +163,12 @@ class TorchComm(TorchCollectiveMethods):
         here = self._here()
 
         def then(comm: EitherComm | None) -> TorchComm | None:
-            if comm is None:
-                return None
+            child = None if comm is None else made(comm)
+            for hook in list(self._hooks.on_split):
+                hook(name, list(map(int, ranks)), child)
+            return child
+
+        def made(comm: EitherComm) -> TorchComm:
             options = self.get_options()
             if timeout is not None:
                 options.timeout = timeout

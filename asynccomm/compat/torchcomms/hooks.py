@@ -1,100 +1,23 @@
-"""Hooks of a TorchComm: functions that it calls before and after each call of an operation, and when it is aborted.
-
-Two are ready-made: ``NanCheckHook``, and ``FlightRecorderHook``.
-"""
+"""Ready-made hooks of a TorchComm: ``NanCheckHook``, ``FlightRecorderHook``, and ``clog``, which writes a log file."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
-from asynccomm.comm.comm import Comm
 from asynccomm.comm.flight import PREFIX, calls_of
-from asynccomm.compat.torchcomms.work import TorchWork
+from asynccomm.compat.torchcomms.clog import clog as clog
+from asynccomm.compat.torchcomms.registration import HookedComm, OpArguments, RemovableHandle
 from asynccomm.errors import BrokenError
 from asynccomm.observe.flight import CommRecord, Records, dump_of
-
-_numbers: Final = itertools.count()  # of the operations of this process
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class OpArguments:
-    """The arguments of one operation, as hooks get them."""
-
-    arguments: tuple[Any, ...]  #: tensors, root and reduction, in the order of the method's parameters
-    async_op: bool
-    hints: Mapping[str, str] | None
-    timeout: timedelta | None
-    work: TorchWork | None = None  #: for post hooks
-
-
-@final
-class RemovableHandle:
-    """A registered hook; :meth:`remove` ends its registration."""
-
-    def __init__(self, hooks: list[Any], hook: Any) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        """Remove the hook. Idempotent."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
-@final
-class Hooks:
-    """The hooks of one comm."""
-
-    def __init__(self) -> None:
-        self.before: list[Callable[[str, int, OpArguments], object]] = []
-        self.after: list[Callable[[int, OpArguments], object]] = []
-        self.on_abort: list[Callable[[], object]] = []
-
-    def around(self, name: str, given: OpArguments, call: Callable[[], TorchWork]) -> TorchWork:
-        """Run ``call`` between the hooks. An exception of a hook that runs before prevents the call."""
-        number = next(_numbers)
-        for before in list(self.before):
-            before(name, number, given)
-        work = call()
-        if self.after:
-            done = OpArguments(given.arguments, given.async_op, given.hints, given.timeout, work)
-            for after in list(self.after):
-                after(number, done)
-        return work
-
-    @staticmethod
-    def register(hooks: list[Any], hook: Any) -> RemovableHandle:
-        """Add ``hook``. Raises: TypeError if it cannot be called."""
-        if not callable(hook):
-            raise TypeError(f"hook must be a function, got {hook!r}")
-        hooks.append(hook)
-        return RemovableHandle(hooks, hook)
-
-
-class HookedComm(Protocol):
-    """The part of a TorchComm that ready-made hooks use."""
-
-    @property
-    def _comm(self) -> Comm: ...
-
-    def get_name(self) -> str: ...
-
-    def register_pre_hook(self, hook: Callable[[str, int, OpArguments], object]) -> RemovableHandle: ...
-
-    def register_post_hook(self, hook: Callable[[int, OpArguments], object]) -> RemovableHandle: ...
-
 
 # by operation: the places of inputs and of outputs among the arguments
 _PLACES: Final = {
@@ -118,7 +41,8 @@ class NanCheckHook:
     Args:
         check_inputs: an operation with NaN in an input raises RuntimeError, and is not sent.
         check_outputs: NaN in an output, which is looked at when the operation is done, makes the next call raise
-            RuntimeError, and not be sent. Only on the CPU; on a GPU outputs are not looked at.
+            RuntimeError, and not be sent. Only on the CPU: on a GPU the host would have to wait for each output, or the
+            output might have changed, so outputs are not looked at there.
     """
 
     def __init__(self, check_inputs: bool = True, check_outputs: bool = False) -> None:
@@ -154,10 +78,17 @@ class NanCheckHook:
             except RuntimeError as exc:
                 self._found.append(str(exc))
 
-    def remove(self) -> None:
+    def is_enabled(self) -> bool:
+        """Whether a comm is registered."""
+        return bool(self._handles)
+
+    def unregister(self) -> None:
         """End all checks. Idempotent."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+
+    remove = unregister
 
 
 def _refuse_nan(side: str, name: str, comm: HookedComm, given: OpArguments) -> None:

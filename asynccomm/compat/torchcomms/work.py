@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, final
 
 import torch
@@ -20,13 +20,20 @@ class TorchWork(Handle):
     """
 
     _instead = "wait for it here, and send its output there"
-    __slots__ = ("_work",)
+    __slots__ = ("_waited_for", "_work")
 
     def __init__(self, work: Work[Any]) -> None:
         """Not for users: methods of TorchComm return it."""
         self._work = work
+        self._waited_for: Callable[[], object] | None = None  # a hook's, called at the first wait
+
+    def _waits(self) -> None:
+        called, self._waited_for = self._waited_for, None
+        if called is not None:
+            called()
 
     def __await__(self) -> Generator[Any, None, Any]:
+        self._waits()
         return awaited(self._work).__await__()
 
     def is_completed(self) -> bool:
@@ -38,11 +45,12 @@ class TorchWork(Handle):
 
         Raises: the error of the operation; WouldBlockError on the CPU in a coroutine.
         """
+        self._waits()
         self._work.wait()
 
     def wait_blocking(self) -> None:
         """Block the thread until the host may read the output. Raises: as :meth:`wait`."""
-        self._work.wait()
+        self.wait()
         if self._work.order is not None:
             torch.cuda.current_stream().synchronize()
 

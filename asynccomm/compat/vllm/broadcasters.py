@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from asynccomm.comm.comm import Comm
 from asynccomm.compat.either import EitherComm
 from asynccomm.compat.vllm.message_queue import CAPACITY, MessageQueue
+from asynccomm.errors import AsyncCommError, BackendError
 from asynccomm.queues.attaching import attach_queue
+from asynccomm.queues.queue import MessageQueue as AwaitableQueue
 
 
 class GroupQueues:
@@ -30,7 +33,8 @@ class GroupQueues:
 
         Returns: a MessageQueue, which ``destroy`` closes.
 
-        Raises: the errors of ``asynccomm.Comm.queue`` and ``asynccomm.attach_queue``.
+        Raises: the errors of ``asynccomm.Comm.queue`` and ``asynccomm.attach_queue``; BackendError if another rank
+            could not attach.
         """
         here = self._on_cpu()
         comm, weights_only = here.comm, self._weights_only
@@ -40,8 +44,7 @@ class GroupQueues:
             if external is None:
                 queue = await comm.queue(writer=writer_rank, capacity=CAPACITY, weights_only=weights_only)
             else:
-                queue = await attach_queue(external, weights_only=weights_only)
-                await comm.barrier()
+                queue = await _attached(comm, external, weights_only)
             return self._keep(MessageQueue(queue, comm.loop, comm.size - 1))
 
         return here.awaited(make)
@@ -62,7 +65,10 @@ class GroupQueues:
         comm, weights_only = here.comm, self._weights_only
 
         async def make() -> tuple[MessageQueue, list[str]]:
-            queue = await comm.queue(writer=comm.rank, readers=[], capacity=CAPACITY, weights_only=weights_only)
+            address = await comm._address_for(range(comm.size))
+            queue = await comm.queue(
+                writer=comm.rank, readers=[], capacity=CAPACITY, address=address, weights_only=weights_only
+            )
             mine = self._keep(MessageQueue(queue, comm.loop, 1))
             handles: Any = await comm.gather_object(queue.handle, reader_rank_in_group)
             if blocking and comm.rank != reader_rank_in_group:
@@ -74,3 +80,19 @@ class GroupQueues:
     def _keep(self, queue: MessageQueue) -> MessageQueue:
         self._queues.append(queue)
         return queue
+
+
+async def _attached(comm: Comm, handle: Any, weights_only: bool) -> AwaitableQueue:
+    """Attach to the queue of ``handle`` on all ranks. Raises: an error on all ranks, if one of them cannot attach."""
+    queue, failure = None, None
+    try:
+        queue = await attach_queue(handle, weights_only=weights_only)
+    except (AsyncCommError, OSError, TypeError, ValueError) as exc:
+        failure = exc
+    failures = await comm.all_gather_object(None if failure is None else str(failure))
+    if queue is not None and all(each is None for each in failures):
+        return queue
+    if queue is not None:
+        await queue.aclose()
+    failed = next(rank for rank, each in enumerate(failures) if each is not None)
+    raise failure or BackendError(f"rank {failed} could not attach to the queue: {failures[failed]}")

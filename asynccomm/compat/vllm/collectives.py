@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Size, Tensor
 from asynccomm.compat.either import EitherComm, at_once, outcome, same
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
+from asynccomm.ops.validation import check_dim
 
 
 class GroupCollectives(Handle):
@@ -34,9 +36,10 @@ class GroupCollectives(Handle):
     def all_reduce(self, input_: Tensor) -> Any:
         """The sum of all ranks' ``input_``, in a new tensor; in a group of one rank ``input_`` itself.
 
-        In a compiled function this is the operator ``torch.ops.asynccomm.all_reduce``, by the group's name.
+        In a compiled function, and where ``input_`` needs a gradient, this is the operator
+        ``torch.ops.asynccomm.all_reduce``, by the group's name. Awaited, it has no gradient.
         """
-        if torch.compiler.is_compiling():
+        if _is_traced(input_):
             return input_ if self.world_size == 1 else torch.ops.asynccomm.all_reduce(input_, self.unique_name)
         return at_once(input_) if self.world_size == 1 else self._all_reduce_out_place(input_)
 
@@ -46,7 +49,7 @@ class GroupCollectives(Handle):
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Any:
         """All ranks' ``input_``, concatenated along ``dim``; in a group of one rank ``input_`` itself."""
-        if torch.compiler.is_compiling():
+        if _is_traced(input_):
             if self.world_size == 1:
                 return input_
             return torch.ops.asynccomm.all_gather(input_, dim, self.world_size, self.unique_name)
@@ -62,17 +65,19 @@ class GroupCollectives(Handle):
             sizes: every rank's extent; None: equal ones.
         """
         comm = self._on_device().comm
+        if not isinstance(input_, Tensor) and not input_:
+            raise ValueError(f"input_ must be a tensor or a list of at least one, got {input_!r}")
         given = self._extents(input_ if isinstance(input_, Tensor) else input_[0], dim) if sizes is None else sizes
         if isinstance(input_, Tensor):
             return self._start(comm.all_gather_v, None, input_, given, dim)
         return self._start(comm.all_gather_v_coalesced, None, input_, given, dim)
 
     def _extents(self, tensor: Tensor, dim: int) -> list[int]:
-        return [tensor.shape[dim]] * self.world_size
+        return [tensor.shape[check_dim(dim, tensor, "input_")]] * self.world_size
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Any:
         """This rank's chunk along ``dim`` of the sum; in a group of one rank ``input_`` itself."""
-        if torch.compiler.is_compiling():
+        if _is_traced(input_):
             if self.world_size == 1:
                 return input_
             return torch.ops.asynccomm.reduce_scatter(input_, dim, self.world_size, self.unique_name)
@@ -81,12 +86,8 @@ class GroupCollectives(Handle):
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Any:
         return self._start(self._on_device().comm.reduce_scatter_single, None, input_, dim=dim)
 
-    def _all_to_all_out_place(self, input_: Tensor) -> Any:
-        out = torch.empty_like(input_, memory_format=torch.contiguous_format)
-        return self._start(self._on_device().comm.all_to_all_single, out, input_)
-
-    def _broadcast_out_place(self, input_: Tensor, root: int) -> Any:
-        return self._start(self._on_device().comm.broadcast, input_.clone(memory_format=torch.contiguous_format), root)
+    def _operate(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return self._start(getattr(self._on_device().comm, name), *arguments, **options)
 
     def reduce_scatterv(self, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Any:
         """The next ``sizes[rank_in_group]`` indices along ``dim`` of the sum; None: equal sizes."""
@@ -103,15 +104,29 @@ class GroupCollectives(Handle):
         return self._start(self._on_device().comm.broadcast, input_, src)
 
     def send(self, tensor: Tensor, dst: int | None = None) -> Any:
-        """Send ``tensor`` to rank ``dst``; None: the next rank."""
+        """Send ``tensor`` to rank ``dst``, which is another rank; None: the next rank."""
         peer = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        self._check_other("dst", peer)
         return outcome(self._on_device().call(self._on_device().comm.send, tensor, peer), _nothing)
 
     def recv(self, size: Size | Sequence[int], dtype: torch.dtype, src: int | None = None) -> Any:
-        """A new tensor on the group's device, received from rank ``src``; None: the previous rank."""
+        """A new tensor on the group's device, received from rank ``src``, another rank; None: the previous rank."""
         peer = (self.rank_in_group - 1) % self.world_size if src is None else src
+        self._check_other("src", peer)
         comm = self._on_device().comm
         return self._start(comm.recv, torch.empty(tuple(size), dtype=dtype, device=comm.device), peer)
+
+    def _check_other(self, name: str, rank: int) -> None:
+        """Raise ValueError if ``rank`` is this rank: the other end of its message could only wait behind this one."""
+        if rank == self.rank_in_group:
+            raise ValueError(f"{name} must be another rank than this one, {rank}")
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether the call is to be an operator: in a compiled function, or if autograd records calls that block."""
+    return torch.compiler.is_compiling() or (
+        tensor.requires_grad and torch.is_grad_enabled() and asyncio._get_running_loop() is None
+    )
 
 
 def _nothing(_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from asynccomm.compat.vllm.broadcasters import GroupQueues
 from asynccomm.compat.vllm.experts import GroupExperts
 from asynccomm.compat.vllm.message_queue import MessageQueue
 from asynccomm.compat.vllm.world import environment
+from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
 
 
@@ -39,7 +41,8 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
             does not wait for the other ranks. None in a group of one rank.
         group_name: None: "anonymous". ``unique_name`` has a number appended, and operators find the group by it.
 
-    Raises: RuntimeError before ``init_distributed_environment``; ValueError naming the argument; errors of connecting.
+    Raises: RuntimeError before ``init_distributed_environment``; ValueError naming the argument; errors of connecting,
+    after which nothing is left open. Cancelling the await is safe; the other processes then get an error.
     """
 
     _instead = "make the group there"
@@ -80,7 +83,31 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         ]
         if use_message_queue_broadcaster and self.world_size > 1:
             steps.append(self.create_mq_broadcaster)
-        self._connecting: Any = in_order(steps, self._finish)
+        self._connecting: Any = self._connect(steps)
+
+    def _connect(self, steps: Sequence[Callable[[], Any]]) -> Any:
+        """Run the steps. If one fails, the other ranks of the comms made so far get an error, and the comms close."""
+        if asyncio._get_running_loop() is not None:
+            return self._connect_awaited(steps)
+        try:
+            return in_order(steps, self._finish)
+        except BaseException as exc:
+            self._abort(exc)
+            self.destroy()
+            raise
+
+    async def _connect_awaited(self, steps: Sequence[Callable[[], Any]]) -> None:
+        try:
+            await in_order(steps, self._finish)
+        except BaseException as exc:
+            self._abort(exc)
+            await shielded(self.destroy())
+            raise
+
+    def _abort(self, error: BaseException) -> None:
+        for comm in (self._device_comm, self._cpu_comm):
+            if comm is not None:
+                comm.comm.abort(f"group {self.unique_name!r} could not be made: {error}")
 
     def _join(self, comm: EitherComm | None) -> None:
         assert comm is not None
@@ -185,10 +212,6 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         method = self.cpu_group.recv_object
         return outcome(self._on_cpu().call(method, src, weights_only=self._weights_only), same)
 
-    def _check_other(self, name: str, rank: int) -> None:
-        if rank == self.rank_in_group:
-            raise ValueError(f"{name} must be another rank than this one, {rank}")
-
     # -- dicts --------------------------------------------------------------------------------------------------------
 
     def broadcast_tensor_dict(
@@ -227,6 +250,7 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         if self.world_size == 1:
             return at_once(tensor_dict)
         peer = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        self._check_other("dst", peer)
         work = self._on_device().call(
             self.device_group.send_tensor_dict,
             tensor_dict,
@@ -252,6 +276,7 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         if self.world_size == 1:
             return at_once(None)
         peer = (self.rank_in_group - 1) % self.world_size if src is None else src
+        self._check_other("src", peer)
         here = self._on_device()
         received: Work[Any] | GatheredDict = here.call(
             here.comm.recv_tensor_dict,

@@ -1,4 +1,4 @@
-"""Queues of objects on one host, with the names of vLLM's MessageQueue."""
+"""Queues of objects, with the names of vLLM's MessageQueue."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class MessageQueue(Handle):
 
     @classmethod
     def create_from_handle(cls, handle: str, rank: int = 0, *, weights_only: bool = True) -> Any:
-        """A reader of the queue of ``handle``, in any process of the host; in a coroutine, ``await`` the call.
+        """A reader of the queue of ``handle``, in any process of the host, or of the group's hosts.
+
+        In a coroutine, ``await`` the call.
 
         Args:
             rank: not used: the queue gives each reader a place.

@@ -10,7 +10,9 @@ import torch
 
 import asynccomm
 from asynccomm import AbortedError, BackendError, ClosedError, Comm
+from asynccomm.queues.options import QueueHandle
 from asynccomm.testing.local import loopback_world
+from tests.pretended_hosts import comm_on
 
 
 @pytest.mark.ranks(3)
@@ -38,6 +40,20 @@ async def test_many_writers_and_one_reader_and_an_answer(comm: Comm) -> None:
             else:
                 await results.put("answer" if await questions.get() == "question" else "wrong")
                 await results.aclose()
+
+
+@pytest.mark.ranks(3, backend="gloo")
+async def test_ranks_on_other_hosts_come_over_the_network(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with comm_on(monkeypatch, "aab") as hosts, hosts.queue(writer=0) as queue:
+        if comm.rank == 0:
+            assert QueueHandle.parse(queue.handle).port > 0
+            await queue.put(torch.arange(3))
+        else:
+            assert (await queue.get()).tolist() == [0, 1, 2]
+        if comm.rank < 2:
+            async with hosts.queue(writer=0, readers=[1]) as local:
+                assert QueueHandle.parse(local.handle).port == 0  # no other host needs it
+        await hosts.barrier()
 
 
 async def both(comms: tuple[Comm, ...], **arguments: Any) -> list[Any]:

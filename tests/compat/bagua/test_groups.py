@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -40,6 +41,9 @@ async def test_communicators_are_made_once_and_kept(comm: Comm) -> None:
             assert bagua.broadcast_object("mine", 1, whole) == "mine"
             assert tensor.item() == comm.rank
         everyone = bagua.new_group()
+        with ThreadPoolExecutor(2) as threads:
+            asked = [threads.submit(everyone.get_global_communicator) for _ in range(2)]
+        assert asked[0].result() is asked[1].result()
         intra, inter = everyone.get_intra_node_communicator(), everyone.get_inter_node_communicator()
         assert everyone.get_intra_node_communicator() is intra
         assert (intra.rank(), intra.nranks()) == (comm.rank, 4)
@@ -64,6 +68,13 @@ async def test_groups_in_a_coroutine(comm: Comm) -> None:
         found = await communicator()
         assert await communicator() is found
         assert found.nranks() == comm.rank
+    both = bagua.new_group()
+    first, second = await asyncio.gather(both.get_intra_node_communicator(), both.get_intra_node_communicator())
+    assert first is second
+    abandoned = asyncio.ensure_future(both.get_inter_node_communicator())
+    await asyncio.sleep(0)
+    abandoned.cancel()  # another task may want it
+    assert (await both.get_inter_node_communicator()).nranks() == (1 if comm.rank == 0 else 0)
     await bagua.destroy_process_group()
     with pytest.raises(RuntimeError, match="call init_process_group"):
         bagua.new_group()

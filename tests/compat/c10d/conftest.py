@@ -16,7 +16,7 @@ from tests.compat.c10d.worlds import default_backend
 TABLES = ["_plugins", "backend_list", "default_device_backend_map", "backend_capability", "backend_type_map"]
 
 # Tests in these files run on each of these backends, with all ranks in one process.
-ON_BACKENDS: Final = {"collectives", "reductions", "p2p", "objects", "coalescing", "barriers"}
+ON_BACKENDS: Final = {"collectives", "reductions", "p2p", "objects", "coalescing", "examples"}
 BACKENDS: Final = ["loopback", "shm", "gloo"]
 # A rank that sends without waiting for the others is done before they find that they differ.
 DONE_BEFORE: Final = {"shm"}

@@ -51,6 +51,37 @@ async def test_names() -> None:
         assert {len(name) for name in names} == {40}
 
 
+async def test_backends_behind_a_group() -> None:
+    async with alone("cpu:loopback") as pg:
+        for group in (None, pg, "0"):
+            assert dist.get_backend_impl(group) is pg.comm().unsafe_get_backend()
+        assert dist.get_backend_impl(pg, "cpu") is dist.get_backend_impl(device=torch.device("cpu"))
+        assert dist._resolve_process_group("0") is pg
+        with pytest.raises(ValueError, match="no group of the name 'x'"):
+            dist.get_backend_impl("x")
+        with pytest.raises(ValueError, match="not in the group"):
+            dist.get_backend_impl(dist.GroupMember.NON_GROUP_MEMBER)
+        with pytest.raises(RuntimeError, match=r"of a type in \['cpu'\]"):
+            dist.get_backend_impl(pg, "xpu")
+        assert dist._get_split_source(pg) is pg.comm()  # type: ignore[arg-type]
+        other = await dist.new_group([0])
+        assert isinstance(other, dist.ProcessGroup)
+        assert dist._get_split_source(other) is None  # no device is bound to it
+        wrap = dist._create_process_group_wrapper
+        assert wrap(pg, "pg", dist._get_default_store(), 0, 1) is pg
+        assert wrap(pg.comm(), "pg", None, rank=0, world_size=1) is pg.comm()
+        with pytest.raises(ValueError, match="is rank 0 of 1, got rank 1 and world_size 2"):
+            wrap(pg, "pg", None, 1, 2)
+        with pytest.raises(TypeError, match="must be a ProcessGroup or a Comm"):
+            wrap("gloo", "pg", None, 0, 1)  # type: ignore[arg-type]
+    async with alone("cpu:loopback,cuda:fake") as pg:
+        with pytest.raises(ValueError, match="device must be given"):
+            dist.get_backend_impl()
+        assert dist.get_backend_impl(device="cpu") is pg.comm("cpu").unsafe_get_backend()
+    dist._export_c_types()
+    assert dist.Store.__module__ == "torch.distributed.distributed_c10d"
+
+
 async def test_the_old_name_of_get_global_rank() -> None:
     async with alone():
         with pytest.warns(FutureWarning, match="use get_global_rank"):

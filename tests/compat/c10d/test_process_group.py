@@ -72,3 +72,10 @@ async def test_what_it_supports() -> None:
         assert not pg.supports_shrinking
         with pytest.raises(RuntimeError, match="no control channel"):
             pg.comm().shrink()
+    with_peer = CommOptions(hints={"control": "off"})
+
+    async def body(rank: int) -> None:
+        with pytest.raises(TypeError, match="cannot be shrunk: comm '0' has no control channel"):
+            await dist.shrink_group([1])
+
+    await run_ranks(2, body, pg_options=with_peer)

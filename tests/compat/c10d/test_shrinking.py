@@ -93,6 +93,47 @@ async def test_a_group_of_some() -> None:
     await run_ranks(4, body)
 
 
+async def test_step_by_step() -> None:
+    """The steps are those of torch's ``shrink_group``, and give its result."""
+    called = asyncio.Barrier(3)
+
+    async def body(rank: int) -> None:
+        other = await dist.new_group([0, 1])
+        await called.wait()
+        if rank == 2:
+            await called.wait()
+            return
+        dist._validate_shrink_inputs([2], dist.SHRINK_DEFAULT)
+        info = dist._prepare_shrink_target_group(None)
+        assert (info["is_default_group"], info["group_size"], info["current_rank"]) == (True, 3, rank)
+        assert info["process_group"] is dist._get_default_group()
+        comms = dist._validate_shrink_backend_requirements(info)
+        excluded = dist._validate_and_process_excluded_ranks([2], info)
+        assert excluded == {2}
+        made = [await comm.shrink(sorted(excluded)) for comm in comms]
+        with pytest.raises(ValueError, match=r"ranks of new_backend, got \[1\]"):
+            await dist._finalize_shrunk_group(info, {1}, made)
+        left = await dist._finalize_shrunk_group(info, excluded, made)
+        assert dist.group.WORLD is left
+        assert other not in dist._world.pg_map
+        assert left.group_desc == "default:shrunken"
+        tensor = torch.tensor([rank + 1])
+        await dist.all_reduce(tensor)
+        assert tensor.item() == 3
+        metadata = dist._extract_group_metadata(left)
+        assert metadata["original_group_name"] == left.group_name != metadata["new_group_name"]
+        pair = await dist.new_group([0, 1])
+        assert isinstance(pair, dist.ProcessGroup)
+        await dist._destroy_all_other_groups(left)
+        assert list(dist._world.pg_map) == [left]
+        await dist._cleanup_original_group(left, True)
+        assert not dist.is_initialized()
+        dist._cleanup_process_group_global_state(left)
+        await called.wait()
+
+    await run_ranks(3, body)
+
+
 async def test_the_default_group(caplog: pytest.LogCaptureFixture) -> None:
     called = asyncio.Barrier(3)
 

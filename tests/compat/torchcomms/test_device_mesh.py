@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 
 import pytest
 import torch
@@ -33,12 +34,16 @@ def train(backend: str) -> None:
         assert total.item() == 2
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
-        sharded = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
-        sharded(torch.ones(2, 4)).sum().backward()
+        sharded = fully_shard(copy.deepcopy(model), mesh=mesh["dp"])
         replica = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
-        replica(torch.full((1, 4), float(row))).sum().backward()
+        for trained in (replica, sharded):
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+            trained(torch.full((1, 4), float(row))).sum().backward()
+            optimizer.step()
         assert model.weight.grad is not None
-        assert model.weight.grad.eq(0.5).all()
+        assert model.weight.grad.eq(0.5).all()  # the average of the rows
+        assert sharded.weight.to_local().shape == (2, 4)
+        assert sharded.weight.full_tensor().allclose(model.weight)
     finally:
         dist.destroy_process_group()
     for comm in (tp, dp, world):

@@ -1,17 +1,18 @@
-"""Operators by a TorchComm, called and compiled."""
+"""Operators by a TorchComm, called, compiled, and with their gradients."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
+from torch import Tensor
 
 from asynccomm import Comm
 from asynccomm.compat import torchcomms
-from asynccomm.compat.torchcomms import functional
+from asynccomm.compat.torchcomms import ReduceOp, TorchComm, functional
 
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -22,10 +23,10 @@ async def test_a_compiled_function_keeps_the_operators(comm: Comm) -> None:
         main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "functional")
         mine = torch.full((2, 2), float(comm.rank))
 
-        def layer(x: torch.Tensor) -> torch.Tensor:
+        def layer(x: Tensor) -> Tensor:
             gathered = functional.all_gather_single(main, functional.all_reduce(main, x) + x, 1)
             mixed = functional.all_to_all_single(main, functional.broadcast(main, gathered, 1))
-            return functional.reduce_scatter_single(main, mixed)
+            return functional.reduce_scatter_single(main, mixed, ReduceOp.MAX) * 2
 
         expected = layer(mine)
         assert expected.tolist() == [[2, 2, 4, 4]]
@@ -41,8 +42,114 @@ async def test_a_compiled_function_keeps_the_operators(comm: Comm) -> None:
         assert torch.compile(layer, backend=look, fullgraph=True)(mine).equal(expected)
         (code,) = codes
         assert [name in code for name in NAMES] == [True] * 5
+        hooked: list[str] = []
+        main.register_pre_hook(lambda name, _, given: hooked.append(name))
+        assert functional.all_reduce(main, mine, ReduceOp.MAX).eq(1).all()
+        assert functional.reduce(main, mine, 1).eq(float(comm.rank)).all()  # zeros, or the sum
+        assert hooked == ["all_reduce", "reduce"]
+        assert mine.eq(comm.rank).all()
+        for wrong in (lambda: functional.reduce(main, mine, 2), lambda: functional.reduce_scatter(main, [mine])):
+            with pytest.raises(RuntimeError, match=r"root|input_list must have 2 tensors, got 1"):
+                wrong()
+        with pytest.raises(ValueError, match="must be an integer"):
+            functional.all_reduce(main, torch.ones(1, dtype=torch.int32), ReduceOp.PREMUL_SUM(0.5))
         main.finalize()
         with pytest.raises(RuntimeError, match="finalized"):
             functional.all_reduce(main, mine)
+
+    await asyncio.to_thread(program)
+
+
+SIZE: Final = 3
+FACTORS: Final = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+SPLITS: Final = [[1, 0, 2], [2, 2, 2], [0, 3, 3]]  # rows from each rank to each
+ROWS: Final = [3, 6, 6]
+
+Here = Callable[[TorchComm, Tensor], Tensor]  # the result on one rank
+Everywhere = Callable[[list[Tensor]], list[Tensor]]  # the results on all ranks, of all inputs
+
+
+def summed(xs: list[Tensor]) -> Tensor:
+    return torch.stack(xs).sum(0)
+
+
+def chunk(xs: list[Tensor], rank: int) -> list[Tensor]:
+    return [x.chunk(SIZE)[rank] for x in xs]
+
+
+def sent(xs: list[Tensor], to: int) -> Tensor:
+    return torch.cat([x[: sum(row)].split(row)[to] for x, row in zip(xs, SPLITS, strict=True)])
+
+
+def received(rank: int) -> list[int]:
+    return [row[rank] for row in SPLITS]
+
+
+CASES: Final[dict[str, tuple[Here, Everywhere]]] = {
+    "all_reduce": (lambda c, x: functional.all_reduce(c, x), lambda xs: [summed(xs)] * SIZE),
+    "average": (lambda c, x: functional.all_reduce(c, x, ReduceOp.AVG), lambda xs: [summed(xs) / SIZE] * SIZE),
+    "with a factor": (
+        lambda c, x: functional.all_reduce(c, x, ReduceOp.PREMUL_SUM(FACTORS[c.get_rank()])),
+        lambda xs: [summed([x * f for x, f in zip(xs, FACTORS, strict=True)])] * SIZE,
+    ),
+    "reduce": (
+        lambda c, x: functional.reduce(c, x, 1, ReduceOp.AVG),
+        lambda xs: [summed(xs) / SIZE if rank == 1 else torch.zeros_like(xs[0]) for rank in range(SIZE)],
+    ),
+    "broadcast": (lambda c, x: functional.broadcast(c, x, 2), lambda xs: [xs[2]] * SIZE),
+    "all_gather": (lambda c, x: torch.cat(functional.all_gather(c, x)), lambda xs: [torch.cat(xs)] * SIZE),
+    "all_gather_single": (
+        lambda c, x: functional.all_gather_single(c, x.t(), 1),
+        lambda xs: [torch.cat([x.t() for x in xs], 1)] * SIZE,
+    ),
+    "reduce_scatter": (
+        lambda c, x: functional.reduce_scatter(c, x.chunk(SIZE), ReduceOp.AVG),
+        lambda xs: [summed(chunk(xs, rank)) / SIZE for rank in range(SIZE)],
+    ),
+    "reduce_scatter_single": (
+        lambda c, x: functional.reduce_scatter_single(c, x.t(), dim=1),
+        lambda xs: [summed(chunk(xs, rank)).t() for rank in range(SIZE)],
+    ),
+    "all_to_all_single": (
+        lambda c, x: functional.all_to_all_single(c, x),
+        lambda xs: [torch.cat(chunk(xs, rank)) for rank in range(SIZE)],
+    ),
+    "all_to_all_v_single": (
+        lambda c, x: functional.all_to_all_v_single(
+            c, x[: ROWS[c.get_rank()]], received(c.get_rank()), SPLITS[c.get_rank()]
+        ),
+        lambda xs: [sent(xs, rank) for rank in range(SIZE)],
+    ),
+}
+
+
+COMPILED: Final = {"with a factor", "reduce", "reduce_scatter_single", "all_to_all_v_single"}
+
+
+@pytest.mark.ranks(SIZE)
+async def test_gradients_are_those_of_the_whole(comm: Comm) -> None:
+    """As if one process computed the results of all ranks, and the sum of all losses."""
+
+    def program() -> None:
+        main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "gradients")
+        rank, random = main.get_rank(), torch.Generator().manual_seed(0)
+        for name, (here, everywhere) in CASES.items():
+            inputs = [torch.randn(6, 2, generator=random, dtype=torch.float64).requires_grad_() for _ in range(SIZE)]
+            outputs = everywhere(inputs)
+            weights = [torch.randn(out.shape, generator=random, dtype=torch.float64) for out in outputs]
+            loss = torch.stack([(out * weight).sum() for out, weight in zip(outputs, weights, strict=True)]).sum()
+            (expected,) = torch.autograd.grad(loss, inputs[rank], materialize_grads=True)
+            mine = inputs[rank].detach().clone().requires_grad_()
+            compiled = [torch.compile(here, backend="aot_eager", fullgraph=True)] if name in COMPILED else []
+            for function in (here, *compiled):
+                found = function(main, mine)
+                assert found.allclose(outputs[rank]), name
+                (gradient,) = torch.autograd.grad((found * weights[rank]).sum(), mine)
+                assert gradient.allclose(expected), name
+        factor = torch.tensor(2.0, requires_grad=True)
+        functional.all_reduce(main, torch.ones(2), ReduceOp.PREMUL_SUM(factor)).sum().backward()
+        assert factor.grad is not None
+        assert factor.grad.item() == 2 * SIZE
+        main.finalize()
 
     await asyncio.to_thread(program)

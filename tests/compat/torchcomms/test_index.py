@@ -15,7 +15,8 @@ HERE: Final = Path(__file__).parent
 OPERATIONS: Final = "collectives::test_every_operation_without_a_loop collectives::test_every_operation_awaited"
 MAKING: Final = "comm::test_a_comm_without_a_loop comm::test_a_comm_in_a_coroutine"
 OBJECTS: Final = "objcol::test_the_documents_examples objcol::test_lists_are_filled_by_awaiting"
-WINDOWS: Final = "window::test_windows_without_a_loop window::test_windows_awaited"
+WINDOWS: Final = "window::test_windows_without_a_loop window::test_windows_awaited window::test_the_documents_example"
+CLOG: Final = "clog::test_signatures_and_progress clog::test_a_signature_of_each_operation"
 
 SHOWN: Final = {
     "T1 new_comm": MAKING,
@@ -35,7 +36,7 @@ SHOWN: Final = {
     "T34 PREMUL_SUM": OPERATIONS,
     "T35 RedOpType": "index::test_reductions_are_made_of_their_types",
     "T36 is_completed": "work::test_states_and_errors",
-    "T37 wait": "work::test_states_and_errors",
+    "T37 wait": "work::test_states_and_errors work::test_the_documents_example",
     "T38 async_op": OPERATIONS,
     "T39 BatchSendRecv.send": "batch::test_a_batch_is_one_operation",
     "T40 BatchSendRecv.recv": "batch::test_a_batch_is_one_operation",
@@ -46,14 +47,17 @@ SHOWN: Final = {
     "T45 CommOptions": "options::test_options_have_defaults_and_can_be_set",
     "T52 init_device_mesh": "device_mesh::test_training_over_a_mesh",
     **{f"T{number} objcol": OBJECTS for number in range(53, 60)},
-    "newer: hooks": "hooks::test_hooks_see_each_call_once comm::test_aborting",
+    "newer: hooks": "registration::test_hooks_see_each_call_once comm::test_aborting",
     "newer: hooks.NanCheckHook": "hooks::test_nan_is_refused",
     "newer: hooks.FlightRecorderHook": "hooks::test_the_recorder_has_operations_until_they_are_done",
+    "newer: hooks.clog": CLOG,
     "newer: get_init_handle, reconfigure": "comm::test_reconfiguring comm::test_reconfiguring_in_a_coroutine",
     "newer: set_hints, set_timeout": "comm::test_defaults_of_later_operations",
     "newer: abort, is_aborted": "comm::test_aborting",
     "newer: all_gather_v, reduce_scatter_v, gather_single, wait_blocking": OPERATIONS,
-    "newer: functional": "functional::test_a_compiled_function_keeps_the_operators",
+    "newer: functional": (
+        "functional::test_a_compiled_function_keeps_the_operators functional::test_gradients_are_those_of_the_whole"
+    ),
     "errors": "errors::test_a_wrong_value_is_both_errors " + MAKING,
     "the rule of loops": (
         "comm::test_a_comm_of_a_thread_in_a_coroutine work::test_awaiting_gives_the_output_any_number_of_times"
@@ -78,11 +82,13 @@ ROWS: Final = {
     "`objcol`": OBJECTS,
     "`objcol` examples with `src=`, `output` before `root`": "objcol::test_the_documents_examples",
     "`device_mesh.init_device_mesh(...)`": "device_mesh::test_training_over_a_mesh",
-    "`register_pre_hook`, `register_post_hook`": "hooks::test_hooks_see_each_call_once",
+    "`register_pre_hook`, `register_post_hook`": "registration::test_hooks_see_each_call_once",
     "`register_abort_hook`, `abort()`, `is_aborted()`": "comm::test_aborting",
     "`hooks.NanCheckHook(check_inputs, check_outputs)`": "hooks::test_nan_is_refused",
     "`hooks.FlightRecorderHook(max_entries)`": "hooks::test_the_recorder_has_operations_until_they_are_done",
-    "`functional`": "functional::test_a_compiled_function_keeps_the_operators",
+    "`hooks.clog(output, events, verbose)`": CLOG,
+    "`functional`": SHOWN["newer: functional"],
+    "gradients of `functional`, with MIN, MAX, PRODUCT": "functional::test_gradients_are_those_of_the_whole",
     "`set_timeout`, `set_hints`": "comm::test_defaults_of_later_operations",
     "`window_allocate(size, cpu_buf, signal_size)`": WINDOWS,
     "`TorchCommWindow`: `put`, `signal`, `wait_signal`": WINDOWS,
@@ -93,7 +99,6 @@ ROWS: Final = {
 NOT_HERE: Final = {
     "newer: new_window, tensor_register": "the documented windows are here; windows over a caller's tensor are not",
     "newer: get_mem_allocator": "memory of NCCL's own: no backend here has any",
-    "newer: hooks.clog": "a pre hook can write; a ready-made one is not here",
     "newer: all_gather_p_init, get_device_transport, transport, distwrap": "of single backends; nothing here has these",
     "newer: register_backend, TorchCommBackend": "asynccomm.backends.base has the interface for backends",
 }

@@ -79,3 +79,23 @@ async def test_windows_awaited(comm: Comm) -> None:
     assert window.get_tensor(comm.rank, [2], torch.int64, 0).tolist() == [0, peer]
     await window.close()
     await other.finalize()
+
+
+@pytest.mark.ranks(2, backend=["shm", "gloo"])
+async def test_the_documents_example(comm: Comm) -> None:
+    """With ``window_allocate`` in place of ``create_window``, and the signal that the example's text asks for."""
+
+    def example() -> None:
+        main = torchcomms.new_comm(comm.backend, CPU, name="example")
+        rank, dst_rank = main.get_rank(), 1 - main.get_rank()
+        tensor = torch.arange(4.0) + rank
+        window = main.window_allocate(tensor.nbytes, True)
+        work = window.put(tensor, dst_rank, 0, async_op=True)
+        work.wait()
+        window.signal(0, 1, dst_rank, async_op=False)
+        window.wait_signal(0, 1, SignalCmpOp.EQ, async_op=False)
+        tensor = window.get_tensor(rank, (4,), torch.float32, 0)
+        assert tensor.sum() == 6 + 4 * dst_rank
+        main.finalize()
+
+    await asyncio.to_thread(example)

@@ -44,3 +44,17 @@ async def test_awaiting_gives_the_output_any_number_of_times(comm: Comm) -> None
 
 async def work_of(work: torchcomms.TorchWork) -> object:
     return await work
+
+
+@pytest.mark.ranks(2, backend=["shm", "gloo"])
+async def test_the_documents_example(comm: Comm) -> None:
+    def example() -> None:
+        main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "example")
+        tensor, a = torch.ones(2), torch.ones(2)
+        work = main.all_reduce(tensor, torchcomms.ReduceOp.SUM, async_op=True)
+        b = a * 2
+        work.wait()
+        assert tensor.sum() == b.sum()
+        main.finalize()
+
+    await asyncio.to_thread(example)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import Comm, blocking
+from asynccomm import AbortedError, BackendError, Comm, blocking
 from asynccomm.compat import vllm
 from asynccomm.compat.vllm import GroupCoordinator, MessageQueue
 from tests.compat.vllm.groups import group_of, without_a_loop
@@ -42,6 +42,43 @@ async def test_queues_without_a_loop(comm: Comm) -> None:
         group.destroy()
 
     await without_a_loop(comm, program)
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+@pytest.mark.ranks(2)
+async def test_a_group_that_cannot_be_made_leaves_nothing_open(
+    comm: Comm, awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a queue fails on one rank, both get an error, with and without a loop, and the comms are closed."""
+    derived: list[Comm] = []
+    join, create = GroupCoordinator._join, GroupCoordinator.create_mq_broadcaster
+
+    def joined(group: GroupCoordinator, given: Any) -> None:
+        derived.append(given.comm)
+        join(group, given)
+
+    def failing(group: GroupCoordinator, **options: Any) -> Any:
+        if comm.rank == 0:
+            raise OSError("no memory")
+        return create(group, **options)
+
+    monkeypatch.setattr(GroupCoordinator, "_join", joined)
+    monkeypatch.setattr(GroupCoordinator, "create_mq_broadcaster", failing)
+    expected: Any = OSError if comm.rank == 0 else AbortedError
+
+    def program() -> None:
+        with pytest.raises(expected, match="no memory"):
+            group_of([[0, 1]], queue=True)
+
+    if not awaited:
+        await without_a_loop(comm, program)
+    else:
+        await vllm.init_distributed_environment(backend=comm.backend)
+        with pytest.raises(expected, match="no memory"):
+            await GroupCoordinator([[0, 1]], 0, "gloo", True, True)
+        await vllm.destroy_distributed_environment()
+    assert len(derived) == 1 or comm.rank == 1  # which may be told while it is still connecting
+    assert all(group._session.closed for group in derived)
 
 
 @pytest.mark.ranks(2)
@@ -87,6 +124,10 @@ async def test_a_queue_of_another_process(comm: Comm) -> None:
                 tasks.put("task")
             assert queue.dequeue(20) == "task"
             group.barrier()
+        with pytest.raises(BackendError, match="attach"):  # the queue has ended
+            group.create_mq_broadcaster(1, external_writer_handle=tasks.handle if group.rank_in_group == 1 else None)
+        with pytest.raises(ValueError, match="handle"):
+            group.create_mq_broadcaster(0, external_writer_handle="nonsense")
         group.destroy()
 
     await without_a_loop(comm, program)

@@ -81,6 +81,17 @@ async def test_a_group_of_one_gives_its_input(comm: Comm) -> None:
         tensor = torch.ones(2, 2)
         for method in (group.all_reduce, group.all_gather, group.reduce_scatter, group.gather):
             assert method(tensor) is tensor
+        for call in (
+            lambda: group.send(tensor),
+            lambda: group.recv((2,), torch.float32),
+            lambda: group.send(tensor, 0),
+        ):
+            with pytest.raises(ValueError, match="(dst|src) must be another rank than this one, 0"):
+                call()  # without a loop it could never end
+        with pytest.raises(ValueError, match="input_ must be a tensor or a list of at least one"):
+            group.all_gatherv([])
+        with pytest.raises(ValueError, match=r"dim must be in \[-2, 2\) for input_"):
+            group.all_gatherv(tensor, 2)
         assert torch.compile(lambda t: group.all_reduce(t) + 1, backend="eager", fullgraph=True)(tensor).eq(2).all()
         group.destroy()
 
@@ -93,10 +104,10 @@ class ParallelMLP(nn.Module):
     def __init__(self, group: GroupCoordinator) -> None:
         super().__init__()
         torch.manual_seed(0)
-        up, down = torch.randn(16, 8), torch.randn(8, 16)
+        up, down = self.all = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
         self.group = group
-        self.up = nn.Parameter(up.chunk(group.world_size)[group.rank_in_group].clone())
-        self.down = nn.Parameter(down.chunk(group.world_size, 1)[group.rank_in_group].clone())
+        self.up = nn.Parameter(up.chunk(group.world_size)[group.rank_in_group].detach().clone())
+        self.down = nn.Parameter(down.chunk(group.world_size, 1)[group.rank_in_group].detach().clone())
         self.whole = lambda x: torch.relu(x @ up.t()) @ down.t()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,6 +125,13 @@ def compiled(backend: str | Callable[..., Any], group: GroupCoordinator) -> None
         fast = torch.compile(model, backend=backend, fullgraph=True)
         for _ in range(2):
             assert fast(x).allclose(expected, atol=1e-5)
+    assert not model.group.all_reduce(x).requires_grad
+    gradients = [torch.autograd.grad(run(x).square().sum(), model.parameters()) for run in (model, fast)]
+    wanted = torch.autograd.grad(model.whole(x).square().sum(), model.all)
+    chunks = [whole.chunk(2, dim)[group.rank_in_group] for dim, whole in enumerate(wanted)]
+    for found in gradients:  # all ranks compute the same loss, so each gets its gradient once per rank
+        for one, chunk in zip(found, chunks, strict=True):
+            assert one.allclose(group.world_size * chunk, atol=1e-3)
 
 
 @pytest.mark.ranks(2)
@@ -127,10 +145,11 @@ async def test_a_compiled_model_keeps_the_calls_in_one_graph(comm: Comm) -> None
     def program() -> None:
         group = group_of([[0, 1]], "tp")
         compiled(look, group)
-        (code,) = graphs
-        for name in ("all_reduce", "all_gather", "reduce_scatter"):
-            assert f"asynccomm.{name}" in code
-        assert repr(group.unique_name) in code
+        assert len(graphs) == 2  # without gradients and with them
+        for code in graphs:
+            for name in ("all_reduce", "all_gather", "reduce_scatter"):
+                assert f"asynccomm.{name}" in code
+            assert repr(group.unique_name) in code
         group.destroy()
 
     await without_a_loop(comm, program)
