@@ -347,7 +347,8 @@ class Coordinator:
         taken = self._committed_members()
         pending = set(decision.members) - taken - self._gone.keys() - self._silent
         if not pending or now >= self._round.since + self._patience:
-            out += [(who, Finalized(decision.key)) for who in decision.members if who in taken - self._round.over]
+            fresh = taken - self._round.over
+            out += [(who, Finalized(decision.key)) for who in decision.members if who in fresh]
             self._round.over |= taken
 
     # queries

@@ -108,6 +108,36 @@ async def test_hints_of_both_engines_are_taken(monkeypatch: pytest.MonkeyPatch) 
         assert comm.options.hints == {**HINTS, "gloo_threads": "1", "spin_us": "0"}
 
 
+@pytest.mark.parametrize(
+    ("exclude", "backends"), [((3, 1), ["hierarchical", "gloo"]), ((2, 2), ["hierarchical", "shm"]), ((0, 1), None)]
+)
+@pytest.mark.ranks(4)
+async def test_a_shrink_chooses_the_backend_of_the_hosts_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, exclude: tuple[int, int], backends: list[str] | None
+) -> None:
+    """From 2x2, one rank after the other goes; each comm works. The backend of a name stays that one."""
+    async with comm_on(monkeypatch, LAYOUTS["2x2"]) as everybody:
+        comm = await new_comm("hierarchical" if backends is None else "auto", name="large", timeout=50, hints=HINTS)
+        comms, found = [comm], []
+        for out in exclude:
+            if comm.rank == out:
+                break
+            comm = await comm.shrink([out])
+            comms.append(comm)
+            found.append(comm.backend)
+            tensor = torch.full((5,), float(comm.rank))
+            await comm.all_reduce(tensor)
+            assert tensor.tolist() == [sum(range(comm.size))] * 5
+            following = comm.send(torch.tensor([comm.rank]), (comm.rank + 1) % comm.size)
+            work = comm.recv(torch.zeros(1, dtype=torch.int64))
+            assert (await work).item() == work.source == (comm.rank - 1) % comm.size
+            await following
+        assert found == (backends or ["hierarchical"] * 2)[: len(found)]
+        await everybody.barrier()
+        for each in reversed(comms):
+            await each.aclose()
+
+
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
