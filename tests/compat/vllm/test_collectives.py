@@ -86,7 +86,7 @@ async def test_a_group_of_one_gives_its_input(comm: Comm) -> None:
             lambda: group.recv((2,), torch.float32),
             lambda: group.send(tensor, 0),
         ):
-            with pytest.raises(ValueError, match="(dst|src) must be another rank than this one, 0"):
+            with pytest.raises(ValueError, match=r"(dst|src) must be another rank than this one, 0"):
                 call()  # without a loop it could never end
         with pytest.raises(ValueError, match="input_ must be a tensor or a list of at least one"):
             group.all_gatherv([])
