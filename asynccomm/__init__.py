@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from asynccomm import interop as interop
     from asynccomm import testing as testing
     from asynccomm import weights as weights
-    from asynccomm.backends.registry import backend_names as backend_names
+    from asynccomm.backends.names import backend_names as backend_names
     from asynccomm.cli.spawning import spawn as spawn
     from asynccomm.comm.comm import Comm as Comm
     from asynccomm.comm.comm import coalesce as coalesce
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from asynccomm.windows.window import Window as Window
 
 _HOMES = {
-    "backend_names": "asynccomm.backends.registry",
+    "backend_names": "asynccomm.backends.names",
     "CoalesceScope": "asynccomm.comm.scopes",
     "Estimate": "asynccomm.comm.scopes",
     "Comm": "asynccomm.comm.comm",

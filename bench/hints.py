@@ -19,7 +19,8 @@ import torch
 from report import Results, print_table
 from rounds import Body, arguments, in_turns, start_ranks, timed
 
-from asynccomm.backends.registry import backend_names, load_backend
+from asynccomm.backends.names import backend_names
+from asynccomm.backends.registry import load_backend
 from asynccomm.benchmarks.operations import OPS, SIZES, MeasuredOp, floats, one_way
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm

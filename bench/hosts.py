@@ -3,9 +3,9 @@
     python bench/hosts.py --per-host 2 --json out.json
     python bench/hosts.py --shape "netem delay 1ms rate 1gbit"
 
-The two hosts are namespaces of this machine, joined by a virtual cable (namespaces.py); that takes root. Each round
+The two hosts are namespaces of this machine, joined by a virtual network (tests/hosts.py); that takes root. Each round
 measures both comms once, in alternating order. Times are rank 0's, medians over rounds. The bytes are those that both
-hosts have sent over the cable, with all headers and acknowledgements, for one operation.
+hosts have sent over the network, with all headers and acknowledgements, for one operation.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from namespaces import INTERFACE, sent_bytes, two_hosts, why_not
 from report import Results, print_table
 from rounds import ROUNDS, in_turns, timed
 
@@ -29,6 +31,12 @@ from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run
 
+ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for the hosts of the tests
+
+from tests.hosts import hosts, missing  # noqa: E402
+
+INTERFACE: Final = "eth0"  # of a host
 CONTENDERS: Final = ("gloo", "hierarchical")
 PORT: Final = 29577  # on a host of the bench, where no other program listens
 COUNTED: Final = 64 << 20  # bytes of operations to count on the cable, at least three operations
@@ -54,6 +62,15 @@ class HostsRow:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.gloo_us / self.hierarchical_us)
         object.__setattr__(self, "sent_ratio", self.hierarchical_sent / self.gloo_sent)
+
+
+def sent_bytes() -> int:
+    """Bytes that this process's host has sent over the network so far."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():  # unlike /sys, this follows the namespace
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(numbers.split()[8])
+    raise RuntimeError(f"this host has no interface {INTERFACE}")
 
 
 async def repeated(comm: Comm, op: MeasuredOp, tensors: tuple[Any, Any], count: int) -> None:
@@ -118,10 +135,9 @@ def show(rows: list[HostsRow]) -> None:
 
 async def bench(options: argparse.Namespace) -> None:
     """On every rank; rank 0 reports."""
-    hints = {"interface": INTERFACE}
     async with (
-        new_comm("gloo", name="flat", hints=hints) as flat,
-        new_comm("hierarchical", name="hierarchical", hints=hints) as hierarchical,
+        new_comm("gloo", name="flat") as flat,
+        new_comm("hierarchical", name="hierarchical") as hierarchical,
     ):
         comms = dict(zip(CONTENDERS, (flat, hierarchical), strict=True))
         rows: Results[HostsRow] = Results(show, options.json)
@@ -134,16 +150,18 @@ async def bench(options: argparse.Namespace) -> None:
 def start(options: argparse.Namespace) -> int:
     """Start the ranks, host by host; returns the worst of their exit statuses."""
     size = 2 * options.per_host
-    with two_hosts(options.shape) as hosts:
-        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
+    with tempfile.TemporaryDirectory() as folder, hosts(2, Path(folder)) as made:
+        if options.shape:
+            for host in made:
+                host.shape(*options.shape.split())
+        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": made[0].address, "MASTER_PORT": str(PORT)}
         ranks = []
         for rank in range(size):
             number, local = divmod(rank, options.per_host)
             if options.by_turns:
                 local, number = divmod(rank, 2)
-            host = hosts[number]
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
-            ranks.append(host.start([sys.executable, *sys.argv], shared | own))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            ranks.append(made[number].start(*sys.argv, environment=shared | own, output=None, directory=Path.cwd()))
         try:
             for process in ranks:
                 if process.wait():
@@ -152,7 +170,7 @@ def start(options: argparse.Namespace) -> int:
             for process in ranks:
                 if process.poll() is None and any(other.poll() for other in ranks):
                     process.terminate()
-        return max(abs(process.wait()) for process in ranks)
+        return max(abs(int(process.wait())) for process in ranks)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -170,7 +188,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --ops: {name!r} is not one of {', '.join(OPS)}")
     if options.per_host < 1 or options.rounds < 1:
         parser.error("arguments --per-host, --rounds: must be positive")
-    if "RANK" not in os.environ and (reason := why_not()) is not None:
+    if "RANK" not in os.environ and (reason := missing()):
         parser.error(f"no hosts can be made on {socket.gethostname()}: {reason}")
     return options
 
@@ -182,8 +200,8 @@ def main() -> None:
     else:
         try:
             sys.exit(start(options))
-        except RuntimeError as exc:
-            sys.exit(f"hosts.py: no such hosts can be made here: {exc}")
+        except subprocess.CalledProcessError as exc:
+            sys.exit(f"hosts.py: no such hosts can be made here: {exc}: {exc.stderr}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ Each setting has a comm of its own, and the settings take turns on the same rank
     small recorder   a flight recorder of one call: the least there is, as the recorder cannot be turned off
     off              as a comm is made: the flight recorder of 256 calls
     recorder         a flight recorder of 2000 calls, as torch's
-    events           a stream of events that a task reads
+    unread events    a stream of events that no task reads: all of its cost to the calls
+    events           a stream of events that a task on the same loop reads: its work comes on top
     metrics          the hint "metrics"
     trace            a trace
     hook             a hook: calls take the ordinary path
@@ -35,7 +36,7 @@ from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run
 
 HINTS = {"small recorder": {"recorder": "1"}, "recorder": {"recorder": "2000"}, "metrics": {"metrics": "on"}}
-SETTINGS = ["small recorder", "off", "recorder", "events", "metrics", "trace", "hook"]
+SETTINGS = ["small recorder", "off", "recorder", "unread events", "events", "metrics", "trace", "hook"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,9 @@ async def observed(comm: Comm, setting: str) -> AsyncIterator[None]:
         finally:
             stream.close()
             await task
+    elif setting == "unread events":
+        with contextlib.closing(comm.events()):
+            yield
     elif setting == "trace":
         with tempfile.TemporaryDirectory() as directory, comm.trace(Path(directory) / "out.json"):
             yield

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import functools
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,11 +29,13 @@ from asynccomm.control.fingerprints import Fingerprint, FingerprintTable
 from asynccomm.control.membership.coordinator import Coordinator, Letter
 from asynccomm.control.membership.messages import Commit, Finalized, ParticipantId, Prepare, Retry
 from asynccomm.control.membership.participant import Participant
+from asynccomm.control.messages import ALL, News
 from asynccomm.control.transport import schema
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.rendezvous import handshake
 
 PATIENT: Final = 1e6  # seconds; deadlines count real time
+CLOSING_SECONDS: Final = 0.2  # in which all ranks close their comm, or leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +119,38 @@ def control(network: Network) -> list[Row]:
     return rows
 
 
+def closing(network: Network) -> list[Row]:
+    """All ranks close a comm, then leave the job, each at some time within ``CLOSING_SECONDS``."""
+    tree = Tree(network)
+    tree.attach_all()
+    tree.run()
+    order = random.Random(0)
+    rows = []
+
+    def close(rank: int) -> None:
+        tree.routers[rank].send(ALL, News("main", {"rank": rank, "kind": "closed"}), patient=True)
+
+    for name, step in (("all close a comm", close), ("all leave the job", tree.leave)):
+        tree.handled, tree.nbytes = [0] * network.ranks, 0
+        begin = tree.now
+        for rank in range(network.ranks):
+            tree.at(begin + order.uniform(0, CLOSING_SECONDS * 1e6), functools.partial(step, rank))
+        tree.run()
+        row = _tree_row(name, tree, tree.last - begin)
+        rows.append(dataclasses.replace(row, nbytes=tree.nbytes / network.ranks))
+    assert len(tree.dead) == network.ranks
+    assert not any(any(router.gone.values()) for router in tree.routers), "taken for lost"
+    return rows
+
+
 def fingerprints(network: Network) -> Row:
     """The root compares one collective of all ranks."""
     table = FingerprintTable(network.ranks)
     fingerprint: Fingerprint = (0, 12345, 67890, 0)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for rank in range(network.ranks):
         assert table.take(rank, [fingerprint]) is None
-    seconds = time.perf_counter() - begin
+    seconds = time.thread_time() - begin
     return _row("fingerprints, CPU", network, 1, network.ranks - 1, 0, 0, seconds)
 
 
@@ -142,16 +170,16 @@ def shrink(network: Network) -> Row:
 
     def report(rank: ParticipantId) -> None:
         nonlocal seconds, messages
-        begin = time.perf_counter()
+        begin = time.thread_time()
         coordinator.on_report(rank, living[rank].report(), 0.0)
-        seconds += time.perf_counter() - begin
+        seconds += time.thread_time() - begin
         messages += 1
 
     def orders() -> list[Letter]:
         nonlocal seconds
-        begin = time.perf_counter()
+        begin = time.thread_time()
         letters = coordinator.advance(0.0)
-        seconds += time.perf_counter() - begin
+        seconds += time.thread_time() - begin
         return letters
 
     for rank, participant in living.items():
@@ -219,7 +247,7 @@ def main() -> None:
                 message_us=args.message_us,
                 gbit=args.gbit,
             )
-            rows.add(rendezvous(network), *control(network))
+            rows.add(rendezvous(network), *control(network), *closing(network))
             single: list[Callable[[Network], Row]] = [fingerprints, ordering, shrink]
             rows.add(*[protocol(network) for protocol in single])
 

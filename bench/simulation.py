@@ -11,13 +11,15 @@ import asyncio
 import heapq
 import itertools
 import selectors
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import msgspec
 
-from asynccomm.control.router import Router
+from asynccomm.control.channel import LEAVE_ACK_SECONDS
+from asynccomm.control.router import PATIENT_SECONDS, Router
 from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.control.uplink import NOT_THERE, REFUSED_SECONDS
 from asynccomm.store.base import Store
@@ -181,16 +183,24 @@ class Tree:
         self.now = 0.0  #: microseconds
         self.messages = 0
         self.handled = [0] * network.ranks  #: messages that each rank has received
-        self.routers = [Router(rank, topology, _ignore, self._gone) for rank in range(network.ranks)]
+        self.routers = [Router(rank, topology, _ignore, self._gone, self._later) for rank in range(network.ranks)]
+        self.nbytes = 0  #: of all messages
+        self.last = 0.0  #: time at which the last message was handled
         self.changed = 0.0  #: time of the last news of a lost rank, or of the last connection
         self.dead: set[int] = set()
+        self.leaving: set[int] = set()
+        self._encoded: tuple[object, Any, int] = (None, None, 0)  # the last message, which often goes to many ranks
         self._probing: set[int] = set()
-        self._free = [0.0] * network.ranks
+        self._free = [0.0] * network.ranks  # times from which the ranks have nothing to do
+        self._inboxes: list[deque[tuple[_Link, Any]]] = [deque() for _ in range(network.ranks)]
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
 
     def _gone(self, rank: int, how: str) -> None:
         self.changed = self.now
+
+    def _later(self, call: Callable[[], object]) -> None:
+        self.at(self.now + PATIENT_SECONDS * 1e6, call)
 
     def at(self, when: float, event: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), event))
@@ -232,15 +242,26 @@ class Tree:
             assert isinstance(link, _Link)
             link.close()
 
+    def leave(self, rank: int) -> None:
+        """Have ``rank`` leave in good order; its connections end once that is acknowledged, or after a while."""
+        self.leaving.add(rank)
+        self.routers[rank].leave()
+        self.at(self.now + LEAVE_ACK_SECONDS * 1e6, lambda: None if rank in self.dead else self.kill(rank))
+        self._after(rank)
+
     def send(self, link: _Link, message: object) -> None:
         """Deliver ``message`` at the other end of ``link``."""
-        data = msgspec.to_builtins(message)
+        if message is not self._encoded[0]:
+            data = msgspec.to_builtins(message)
+            self._encoded = message, data, len(msgspec.json.encode(data))
+        _, data, nbytes = self._encoded
         self.messages += 1
-        when = self._arrival(link, len(msgspec.json.encode(data)))
-        self.at(when, lambda: self._received(link, data))
+        self.nbytes += nbytes
+        when = self._arrival(link, nbytes)
+        self.at(when, lambda: self._arrived(link, data))
 
     def end(self, link: _Link) -> None:
-        self.at(self._arrival(link, 0), lambda: self._ended(link))
+        self.at(self._arrival(link, 0), lambda: self._arrived(link, None))
 
     def _arrival(self, link: _Link, nbytes: int) -> float:
         source, to = link.rank, link.to
@@ -249,30 +270,36 @@ class Tree:
         link.last = max(self._free[source] + self.network.latency(source, to), link.last)
         return link.last
 
-    def _received(self, link: _Link, data: Any) -> None:
-        rank = link.to
-        if rank in self.dead:
-            return
-        start = max(self.now, self._free[rank])
-        if start > self.now:  # the rank handles other messages first
-            self.at(start, lambda: self._received(link, data))
-            return
-        self._free[rank] = self.now + self.network.message_us
-        if data["body"]["kind"] == "Presence":
-            self.changed = self.now
-        self.handled[rank] += 1
-        assert link.peer is not None
-        self.routers[rank].received(link.peer, data)
-        self._after(rank)
+    def _arrived(self, link: _Link, data: Any) -> None:
+        """Queue a message at its rank, or the end of a connection."""
+        inbox = self._inboxes[link.to]
+        inbox.append((link, data))
+        if len(inbox) == 1:
+            self.at(max(self.now, self._free[link.to]), lambda: self._handle_next(link.to))
 
-    def _ended(self, link: _Link) -> None:
-        rank = link.to
-        assert link.peer is not None
+    def _handle_next(self, rank: int) -> None:
+        inbox = self._inboxes[rank]
+        link, data = inbox[0]
         if rank not in self.dead:
-            self.routers[rank].ended(link.peer, "its connection has ended")
+            assert link.peer is not None
+            if data is None:
+                self.routers[rank].ended(link.peer, "its connection has ended")
+            else:
+                self._free[rank] = max(self.now, self._free[rank]) + self.network.message_us
+                self.last = self._free[rank]
+                if "body" in data and data["body"]["kind"] == "Presence":
+                    self.changed = self.now
+                self.handled[rank] += 1
+                self.routers[rank].received(link.peer, data)
             self._after(rank)
+        inbox.popleft()
+        if inbox:
+            self.at(max(self.now, self._free[rank]), lambda: self._handle_next(rank))
 
     def _after(self, rank: int) -> None:
+        if rank in self.leaving and rank not in self.dead and self.routers[rank].leave_acknowledged:
+            self.kill(rank)
+            return
         self._attach(rank)
         if self.routers[rank].is_root and rank not in self._probing and self.routers[rank].absent:
             self._probing.add(rank)

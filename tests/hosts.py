@@ -4,6 +4,7 @@ A namespace has no name and lives as long as a process in it. Each is held by a 
 input, and so with pytest, in whatever way that ends: nothing is left behind.
 
 A test without the right to make namespaces, or without the commands ``ip``, ``tc`` and ``unshare``, is skipped.
+``bench/hosts.py`` uses this module, too.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Host:
         self,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
-        output: int | IO[bytes] = subprocess.PIPE,
+        output: int | IO[bytes] | None = subprocess.PIPE,
         directory: Path = ROOT,
     ) -> subprocess.Popen[bytes]:
         """Python with these arguments, on this host."""

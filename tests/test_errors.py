@@ -140,8 +140,8 @@ def test_keywords_make_the_same_error() -> None:
     assert (differs.site, differs.other_site) == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("child", "parents"),
+@cases(
+    "child, parents",
     [
         (AsyncCommError, (RuntimeError,)),
         (ClosedError, (AsyncCommError,)),

@@ -7,17 +7,19 @@ import logging
 import math
 import pickle
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
 
 from asynccomm.options import DEFAULT_TIMEOUT, CommOptions, check_hints, check_name, seconds
+from tests.cases import cases
 
 KNOWN = {"interface": "name of the network interface", "threads": "how many"}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
+@cases(
+    "value, expected",
     [
         (None, 7.0),
         (3, 3.0),
@@ -33,14 +35,14 @@ def test_seconds(value: Any, expected: float) -> None:
     assert type(result) is float
 
 
-@pytest.mark.parametrize("value", ["3", True, [1], 1j])
+@cases("value", ["3", True, [1], 1j])
 def test_seconds_of_the_wrong_type(value: Any) -> None:
     with pytest.raises(TypeError, match="patience must be seconds or a timedelta") as caught:
         seconds("patience", value, 7.0)
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, -math.inf, timedelta(0), timedelta(seconds=-1)])
+@cases("value", [0, -1, -0.5, math.nan, -math.inf, timedelta(0), timedelta(seconds=-1)])
 def test_seconds_must_be_positive(value: Any) -> None:
     with pytest.raises(ValueError, match="patience must be positive, got") as caught:
         seconds("patience", value, 7.0)
@@ -68,25 +70,25 @@ def test_unknown_hints_are_logged_and_left_out(caplog: pytest.LogCaptureFixture)
         assert "['control', 'interface', 'metrics', 'recorder', 'threads']" in message
 
 
-@pytest.mark.parametrize("value", ["on", "off"])
+@cases("value", ["on", "off"])
 def test_every_backend_knows_the_hint_for_the_control_channel(value: str) -> None:
     assert check_hints({"control": value}, {}, "gloo") == {"control": value}
 
 
-@pytest.mark.parametrize("value", ["", "no", "OFF"])
+@cases("value", ["", "no", "OFF"])
 def test_the_control_channel_is_on_or_off(value: str) -> None:
     with pytest.raises(ValueError, match=f"hint 'control' must be 'on' or 'off', got {value!r}"):
         check_hints({"control": value}, KNOWN, "gloo")
 
 
-@pytest.mark.parametrize("hints", ["threads=2", [("threads", "2")], 3])
+@cases("hints", ["threads=2", [("threads", "2")], 3])
 def test_hints_must_be_a_mapping(hints: Any) -> None:
     with pytest.raises(TypeError, match="hints must be a mapping of strings to strings") as caught:
         check_hints(hints, KNOWN, "gloo")
     assert repr(hints) in str(caught.value)
 
 
-@pytest.mark.parametrize("hints", [{"threads": 2}, {2: "threads"}, {"threads": None}, {"unknown": 1}])
+@cases("hints", [{"threads": 2}, {2: "threads"}, {"threads": None}, {"unknown": 1}])
 def test_hints_must_hold_strings(hints: Any) -> None:
     with pytest.raises(TypeError, match="hints must map strings to strings") as caught:
         check_hints(hints, KNOWN, "gloo")
@@ -99,7 +101,7 @@ def test_names() -> None:
     check_name("trainé 🦊")
 
 
-@pytest.mark.parametrize("name", ["", None, b"main", 3])
+@cases("name", ["", None, b"main", 3])
 def test_a_name_must_be_a_text(name: Any) -> None:
     with pytest.raises(ValueError, match="name must be a non-empty str, got") as caught:
         check_name(name)
@@ -126,8 +128,7 @@ def test_options_are_frozen_values() -> None:
         CommOptions(3.0)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["max_ops", "max_bytes"])
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, "9", None])
+@cases("name, value", product(["max_ops", "max_bytes"], [0, -1, True, 1.5, "9", None]))
 def test_limits_must_be_positive_integers(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} must be a positive integer") as caught:
         CommOptions(**{name: value})

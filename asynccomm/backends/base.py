@@ -40,6 +40,7 @@ from typing import Any, ClassVar, Final, Protocol, Self, final
 import torch
 from torch import Tensor
 
+from asynccomm.backends.claims import Claim
 from asynccomm.core.callsite import CallSite
 from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
@@ -99,6 +100,7 @@ class Submission:
     whole: Any = None  #: for the comm: the CompositeWork that this operation is part of
     batch: Any = None  #: for the backend: the batch of the submission
     run: Any = None  #: for the backend: the run of the operation, if its fast path has made it
+    claim: Claim | None = None  #: of a receive that other backends have, too
     owners: object = None  #: keeps the memory of ``run`` alive, where the submission has no tensors
 
     def __init__(self, call: Call, work: Work[Any], *, detached: bool = False) -> None:
@@ -240,12 +242,15 @@ class DirectCalls(Protocol):
     mailbox: Mailbox
     counts: CallCounts
     recent: deque[Any]
+    notes: deque[
+        Any
+    ]  #: calls that are done, as ``recent`` has them, for the watchers; if ``counts.noted_calls`` is not 0
     records_sites: bool
     queues: dict[object, Any]  #: of scopes, by the task or thread
     in_flight: Any
 
-    def note(self, call: Any) -> object:
-        """Report a call that is done, as ``recent`` has it, to the watchers; called if ``counts.watchers`` is not 0."""
+    def note(self) -> object:
+        """Let the watchers have the ``notes``; called when there are ``counts.noted_calls`` of them."""
 
     @property
     def lock(self) -> Any:

@@ -8,7 +8,7 @@ sources never wait for each other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, final
 
 R = TypeVar("R")
@@ -21,22 +21,27 @@ class MatchQueues(Generic[R, M]):
 
     Args:
         size: number of ranks; sources are ``range(size)``.
+        take: called with a receive from any source that a message is there for; False: it has got another message
+            elsewhere, and is dropped.
     """
 
-    __slots__ = ("_arrived", "_posted", "_stamp")
+    __slots__ = ("_arrived", "_posted", "_stamp", "_take")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, take: Callable[[R], bool] | None = None) -> None:
         # by source and tag, with a stamp of the age; an empty queue is removed, because tags may be many
         self._arrived: list[dict[int, deque[tuple[int, M]]]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[tuple[int, R]]]] = [{} for _ in range(size + 1)]  # the last: any source
         self._stamp = 0
+        self._take = take
 
     def post(self, receive: R, source: int | None, tag: int) -> tuple[int, M] | None:
-        """Match a receive with an unexpected message, returned with its source. None: the receive stays posted."""
+        """Match a receive with an unexpected message, returned with its source. None: it is posted, or dropped."""
         if source is None:
             source = self._first_source(tag)
             if source is None:
                 _append(self._posted[-1], tag, self._stamped(), receive)
+                return None
+            if self._take is not None and not self._take(receive):
                 return None
         elif tag not in self._arrived[source]:
             _append(self._posted[source], tag, self._stamped(), receive)
@@ -45,13 +50,16 @@ class MatchQueues(Generic[R, M]):
 
     def claim(self, source: int, tag: int) -> R | None:
         """Remove and return the receive for an arriving message. None: the caller must ``keep`` the message."""
-        named = self._posted[source].get(tag)
-        anybody = self._posted[-1].get(tag)
-        if named is None and anybody is None:
-            return None
-        if anybody is None or (named is not None and named[0][0] < anybody[0][0]):
-            return _pop(self._posted[source], tag)
-        return _pop(self._posted[-1], tag)
+        while True:
+            named = self._posted[source].get(tag)
+            anybody = self._posted[-1].get(tag)
+            if named is None and anybody is None:
+                return None
+            if anybody is None or (named is not None and named[0][0] < anybody[0][0]):
+                return _pop(self._posted[source], tag)
+            receive = _pop(self._posted[-1], tag)
+            if self._take is None or self._take(receive):
+                return receive
 
     def keep(self, message: M, source: int, tag: int) -> None:
         """Queue a message that matches no posted receive."""
@@ -70,6 +78,17 @@ class MatchQueues(Generic[R, M]):
         receives = [receive for queue in posted.values() for _, receive in queue]
         posted.clear()
         return receives
+
+    def withdraw_one(self, receive: R, tag: int) -> bool:
+        """Remove one receive from any source. Returns whether it was still posted."""
+        queue = self._posted[-1].get(tag, ())
+        for i, (_, posted) in enumerate(queue):
+            if posted is receive:
+                del self._posted[-1][tag][i]
+                if not queue:
+                    del self._posted[-1][tag]
+                return True
+        return False
 
     def forget(self, source: int) -> None:
         """Drop the messages from this source."""

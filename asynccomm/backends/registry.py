@@ -14,24 +14,12 @@ from importlib.metadata import entry_points
 import torch
 
 from asynccomm.backends.base import Backend
+from asynccomm.backends.names import BUILTIN, ENTRY_POINT_GROUP, backend_names
 
-ENTRY_POINT_GROUP = "asynccomm.backends"
-_BUILTIN = {
-    "gloo": ("asynccomm.backends.gloo.backend", "GlooBackend"),
-    "hierarchical": ("asynccomm.backends.hierarchical.backend", "HierarchicalBackend"),
-    "nccl": ("asynccomm.backends.nccl.backend", "NcclBackend"),
-    "loopback": ("asynccomm.backends.loopback", "LoopbackBackend"),
-    "shm": ("asynccomm.backends.shm.backend", "ShmBackend"),
-}
 _AUTO = {
     "cpu": ("shm", "hierarchical", "gloo"),
     "cuda": ("nccl",),
 }  # by type of device: the fastest backend first, the backend that serves any ranks last
-
-
-def backend_names() -> list[str]:
-    """All names that ``load_backend`` accepts: the built-in backends and those of installed packages."""
-    return sorted({*_BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def candidates(name: str, device: torch.device) -> tuple[str, ...]:
@@ -47,8 +35,8 @@ def candidates(name: str, device: torch.device) -> tuple[str, ...]:
 
 def load_backend(name: str, device: torch.device) -> type[Backend]:
     """The class of backend ``name``. Raises ``ValueError`` if it is unknown or does not support ``device``."""
-    if name in _BUILTIN:
-        module, attribute = _BUILTIN[name]
+    if name in BUILTIN:
+        module, attribute = BUILTIN[name]
         backend = getattr(import_module(module), attribute)
     else:
         found = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from asynccomm.backends.names import backend_names
 from asynccomm.benchmarks.mpi_launcher import why_not
 from asynccomm.benchmarks.plot import plot
 from asynccomm.benchmarks.rows import OPERATIONS, UNITS, USUAL, read_measurements
@@ -102,6 +103,9 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     for op in arguments.ops:
         if op not in OPERATIONS:
             parser.error(f"argument --ops: {op!r} is not one of {', '.join(OPERATIONS)}")
+    known = ["auto", *[name for name in backend_names() if name != "loopback"]]  # which is for the tasks of one process
+    if arguments.backend not in known:
+        parser.error(f"argument --backend: {arguments.backend!r} is not one of {', '.join(known)}")
     if "send_recv" in arguments.ops and arguments.ranks == 1:
         if arguments.ops != list(USUAL):
             parser.error("argument --ops: 'send_recv' needs at least 2 ranks, got --ranks 1")

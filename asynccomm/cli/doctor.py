@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, final
 
+from asynccomm.backends.names import backend_names
 from asynccomm.cli.run import Commands
 from asynccomm.version import __version__
 
@@ -388,7 +389,7 @@ def _backends(system: SystemInfo) -> Section:
     chosen = partial(_chosen, registry, torch)
     (cpu, usable), (cuda, _) = chosen("cpu"), chosen("cuda")
     warned = [] if usable else [CheckWarning("no backend can be used for CPU tensors", serious=True)]
-    return Section({"known": registry.backend_names(), "auto_for_cpu": cpu, "auto_for_cuda": cuda}, warned)
+    return Section({"known": backend_names(), "auto_for_cpu": cpu, "auto_for_cuda": cuda}, warned)
 
 
 def _chosen(registry: Any, torch: Any, kind: str) -> tuple[str, bool]:

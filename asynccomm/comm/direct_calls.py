@@ -45,7 +45,8 @@ class SubmitterCalls:
         self.mailbox: Mailbox = submitter.mailbox
         self.counts: CallCounts = submitter.counts
         self.recent: deque[Called] = submitter.recent
-        self.note: Callable[[Called], object] = submitter.watchers.finished
+        self.notes: deque[Called] = submitter.watchers.notes
+        self.note: Callable[[], object] = submitter.watchers.flush
         self.records_sites: bool = submitter.records_sites
         self.queues: dict[object, DeferredQueue] = submitter.queues
         self.in_flight: InFlight = submitter.in_flight

@@ -44,7 +44,7 @@ class Measurements:
     """
 
     def __init__(self, submitter: Submitter, reporter: Reporter | None) -> None:
-        self.metrics: Metrics = Metrics()
+        self.metrics: Metrics = Metrics(submitter.watchers)
         self._group = submitter.group
         self._submitter = submitter
         self._reporter = reporter
@@ -95,6 +95,7 @@ class Measurements:
             self._offset = offset
         while True:
             await asyncio.sleep(EXCHANGE_SECONDS)
+            self._submitter.watchers.flush()
             calls = self._log.take()
             if calls:
                 self._own |= {seq: (op, when) for seq, op, when in calls}

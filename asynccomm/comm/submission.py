@@ -498,11 +498,15 @@ class Submitter:
         Raises: ValueError if they cannot be sent together; none is sent then.
         """
         with self.lock:
-            held = [item for item in queue.take() if not item.work.done()]
+            taken = queue.take()
+            held = [item for item in taken if not item.work.done()]
+            if len(held) < len(taken):
+                self._report_held([item for item in taken if item.work.done()])  # the comm has broken
             if not held:
-                return  # nothing was deferred, or the comm has broken
+                return
             try:
                 if queue.fast is None or not queue.fast.flush(held):
+                    self._report_held(held)
                     self._flush([self.taken_over(item) for item in held])
                     return
             except BaseException as exc:
@@ -524,11 +528,12 @@ class Submitter:
         for queue in list(self.queues.values()):
             with contextlib.suppress(Exception):
                 queue.send()
-            self.drop(queue.take(), "the comm was closed")  # the operations of a time_estimator()
+            self.drop(self.take(queue), "the comm was closed")  # the operations of a time_estimator()
 
     def submissions(self, queue: DeferredQueue) -> list[Submission]:
         """The operations in ``queue``, which stay there."""
         with self.lock:
+            self._report_held(queue.items)
             found = [self.taken_over(item) for item in queue.items]
             queue.items[:] = found
             return found
@@ -536,7 +541,15 @@ class Submitter:
     def take(self, queue: DeferredQueue, since: int = 0) -> list[Submission | HeldCall]:
         """Take the items of ``queue``, from number ``since`` on, out of it."""
         with self.lock:
-            return queue.take(since)
+            items = queue.take(since)
+            self._report_held(items)
+            return items
+
+    def _report_held(self, items: Sequence[Submission | HeldCall]) -> None:
+        """Report calls that the fast path has held to the watchers, as it does not send them. Under the lock."""
+        for item in items if self.watchers.all else ():
+            if not isinstance(item, Submission):
+                self.watchers.called(Call(item.work.op, (), (), None), item.work)
 
     def drop(self, items: Sequence[Submission | HeldCall], reason: str) -> None:
         """Fail the operations of ``items`` that were not sent. From any thread."""

@@ -35,7 +35,7 @@ from asynccomm.control.messages import (
 )
 from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.requests import Requests
-from asynccomm.control.router import Router
+from asynccomm.control.router import PATIENT_SECONDS, Router
 from asynccomm.control.subscribers import Subscriber, Subscribers
 from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS
 from asynccomm.control.transport.connection import Connection, Look, Tokens
@@ -70,7 +70,7 @@ class ControlChannel:
         self.topology: Topology = Topology(contacts)
         self.tokens = tokens
         self._thread: ControlThread = control_thread()
-        self._router = router = Router(rank, self.topology, self._deliver, self._on_gone)
+        self._router = router = Router(rank, self.topology, self._deliver, self._on_gone, self._after_pause)
         #: the reason for each rank of the job that is gone; readable from any thread
         self.gone: dict[int, str] = router.gone
         self._listener = Listener(tokens, self._refusal, self._accept, self._on_look, len(contacts))
@@ -120,7 +120,7 @@ class ControlChannel:
 
         def leave() -> None:
             if item is not None and not self._closed:
-                self._router.send(ALL, News(key, item))
+                self._router.send(ALL, News(key, item), patient=True)
             self._members.unsubscribe(key)
 
         self._thread.call(leave)
@@ -237,6 +237,9 @@ class ControlChannel:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _after_pause(self, call: Callable[[], object]) -> None:
+        self._thread.loop.call_later(PATIENT_SECONDS, lambda: None if self._closed else call())
 
     def _send_heartbeats(self) -> None:
         self._router.send_heartbeats()

@@ -128,3 +128,11 @@ class RoutedMessage(Message, frozen=True):
     source: int
     body: Body
     number: int | None = None  #: counts the messages to all of their source
+    patient: bool = False  #: whether a message to all may wait for others, to be sent with them
+
+
+@final
+class MessageBatch(Message, frozen=True):
+    """Messages that a node sends at once, in order."""
+
+    messages: list[RoutedMessage]

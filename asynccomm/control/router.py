@@ -4,6 +4,10 @@ A message is addressed to a rank, to ``"root"``, or to ``"all"``. A message to a
 down the whole tree, so all ranks receive such messages in the same order. Each node learns the routes to the ranks
 below it from their Presence messages.
 
+Each rank that leaves, a comm or the job, messages that to all, and usually all ranks leave at about the same time. Such
+messages are *patient*: the root sends those that come within ``PATIENT_SECONDS`` as one batch, which travels as one
+message. One message to each rank for each rank that leaves would be too many.
+
 While ranks go, a node may be without a route until it reconnects. Each sender therefore numbers its messages to all,
 and repeats each message until the root has returned it; each node keeps the last ``LOGGED`` messages to all for ranks
 that connect later. A node ignores a numbered message that it has already seen.
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol, final
 
 from asynccomm.control.messages import (
@@ -28,6 +32,7 @@ from asynccomm.control.messages import (
     Departure,
     DepartureAck,
     Heartbeat,
+    MessageBatch,
     Presence,
     RoutedMessage,
 )
@@ -36,6 +41,8 @@ from asynccomm.control.transport.topology import Topology
 
 KEPT: Final = 4096  # messages that wait for a connection to the rank above
 LOGGED: Final = 64  # messages to all that are kept for ranks that connect later
+PATIENT_SECONDS: Final = 0.05  # between batches of patient messages
+BATCHED: Final = 2048  # messages in a batch at most: some 400 KB
 
 
 class Transport(Protocol):
@@ -56,6 +63,7 @@ class Router:
         topology: of the job.
         deliver: called with the source and the body of each message for this rank.
         gone: called once with each rank that is gone, and the reason; an empty reason means an orderly leave.
+        later: calls its argument after ``PATIENT_SECONDS``; None: no message waits for others.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class Router:
         topology: Topology,
         deliver: Callable[[int, Body], object],
         gone: Callable[[int, str], object],
+        later: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
@@ -73,6 +82,11 @@ class Router:
         self.fenced: str = ""  #: why the others continue without this rank; empty: not fenced
         self._deliver = deliver
         self._notify_gone = gone
+        self._later = later
+        self._root = -1  # the root as of the last look
+        self._patient: list[RoutedMessage] = []  # at the root: messages to all that wait for others
+        self._returned: list[RoutedMessage] = []  # messages to all that came again, to be returned to their senders
+        self._pausing = False  # a batch was sent less than PATIENT_SECONDS ago
         self._up_rank: int | None = None
         self._down: dict[Transport, int] = {}  # connections from ranks below
         self._routes: dict[int, Transport] = {}  # towards each rank below
@@ -88,7 +102,9 @@ class Router:
     @property
     def is_root(self) -> bool:
         """Whether this rank is the root of the tree."""
-        return self.topology.root(self.gone) == self.rank
+        if self._root < 0 or self._root in self.gone:
+            self._root = self.topology.root(self.gone)
+        return self._root == self.rank
 
     @property
     def above(self) -> int | None:
@@ -109,13 +125,17 @@ class Router:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def send(self, to: Address, body: Body) -> None:
-        """Send a message; without a route, it waits for a connection, or is dropped at the root."""
+    def send(self, to: Address, body: Body, *, patient: bool = False) -> None:
+        """Send a message; without a route, it waits for a connection, or is dropped at the root.
+
+        Args:
+            patient: of a message to all: it may wait for others.
+        """
         if to == ALL:
             self._sent += 1
-        self._route(RoutedMessage(to, self.rank, body, self._sent if to == ALL else None), None)
+        self._route(RoutedMessage(to, self.rank, body, self._sent if to == ALL else None, patient), None)
 
-    def _route(self, message: RoutedMessage, came_by: Transport | None) -> None:
+    def _route(self, message: RoutedMessage, came_by: Transport | None, *, forwarded: bool = False) -> None:
         to = message.to
         if to == self.rank:
             self._handle(message, came_by)
@@ -123,13 +143,17 @@ class Router:
             if not self._leaving:  # else the next root sends the message: some ranks are already connected there
                 self._broadcast(message, came_by)
         elif to == ALL and came_by is not None and came_by is self.up:
-            for link in list(self._down):
-                link.send(message)
+            if not forwarded:
+                self._forward_down(message)
             if self._is_new(message):
                 self._handle(message, came_by)
         elif to == ROOT and (self.is_root or self._loses_above(message.body)):
             self._handle(message, came_by)
+        elif came_by is not None and self._has_passed(message):
+            if to == ALL:
+                self._returned.append(message)
         elif isinstance(to, int) and to in self._routes:
+            self._send_patient()
             self._routes[to].send(message)
         elif to == ALL and message.number is not None:
             self._unacked[message.source, message.number] = message
@@ -143,6 +167,12 @@ class Router:
         elif not self.is_root:
             self._waiting.append(message)
 
+    def _has_passed(self, message: RoutedMessage) -> bool:
+        """Whether a message from below is known here: a root has sent it, or this node sends it to the next root."""
+        if message.to == ROOT:
+            return isinstance(message.body, Departure) and message.body.rank in self.gone
+        return message.to == ALL and message.number is not None and message.number <= self._last.get(message.source, 0)
+
     def _loses_above(self, body: Body) -> bool:
         """Whether ``body`` says that the rank above is lost: then the message cannot pass over that rank."""
         return isinstance(body, Departure) and bool(body.reason) and body.rank == self._up_rank
@@ -150,11 +180,37 @@ class Router:
     def _broadcast(self, message: RoutedMessage, came_by: Transport | None) -> None:
         """Send a message to all ranks, at the root."""
         if self._is_new(message):
-            for link in list(self._down):
-                link.send(message)
+            self._spread(message)
             self._handle(message, came_by)
         elif came_by is not None:
-            came_by.send(message)  # so that the sender sees its message return
+            self._returned.append(message)  # so that the sender sees its message return
+
+    def _spread(self, message: RoutedMessage) -> None:
+        """Send a message to all ranks below, at the root; a patient message may wait."""
+        if not message.patient or self._later is None:
+            self._forward_down(message)
+            return
+        self._patient.append(message)
+        if not self._pausing:
+            self._send_batch(self._later)
+
+    def _send_batch(self, later: Callable[[Callable[[], object]], object]) -> None:
+        """Send the patient messages, and none for some time after."""
+        self._send_patient()
+        self._pausing = True
+
+        def resume() -> None:
+            self._pausing = False
+            if self._patient:
+                self._send_batch(later)
+
+        later(resume)
+
+    def _send_patient(self) -> None:
+        """Send the patient messages; also before any other message, so that messages stay in order."""
+        messages, self._patient = self._patient, []
+        for frame in _batches(messages):
+            self._forward_down(frame)
 
     def _route_again(self) -> None:
         """Send all messages that had no route, or that may have been lost with a connection."""
@@ -202,10 +258,8 @@ class Router:
         self._routes[rank] = link
         self.last_heard[rank] = time.monotonic()
         self.send(ROOT, Presence())
-        for gone, how in self.gone.items():  # the rank, or ranks below it, may have missed the news
-            link.send(self._gone_message(gone, how, ALL))
-        for message in self._log:
-            link.send(message)
+        # the rank, or ranks below it, may have missed the news
+        self._send_together(link, [*self._all_gone(ALL), *self._log])
         if self._leaving:
             link.send(self._gone_message(self.rank, "", ALL))
 
@@ -214,22 +268,31 @@ class Router:
         self.up, self._up_rank = link, rank
         self.last_heard[rank] = time.monotonic()
         self.send(ROOT, Presence())
-        for below in self._routes:
-            link.send(RoutedMessage(ROOT, below, Presence()))
-        for gone, how in self.gone.items():
-            link.send(self._gone_message(gone, how, ROOT))
-        for message in self._log:  # a lost root may have reached some ranks only
-            link.send(message)
+        present = [RoutedMessage(ROOT, below, Presence()) for below in self._routes]
+        # a lost root may have reached some ranks only
+        self._send_together(link, [*present, *self._all_gone(ROOT), *self._log])
         self._route_again()
         if self._leaving:
             link.send(self._gone_message(self.rank, "", ALL))
 
     def received(self, link: Transport, data: JsonObject) -> None:
-        """Handle a message from ``link``. Raises: MessageError."""
-        message: RoutedMessage = decode(RoutedMessage, data)
+        """Handle a message, or a batch, from ``link``. Raises: MessageError."""
+        if "messages" in data:
+            batch: MessageBatch = decode(MessageBatch, data)
+            forwarded = link is self.up and all(message.to == ALL for message in batch.messages)
+            if forwarded:
+                self._forward_down(batch)
+            for message in batch.messages:
+                self._take(link, message, forwarded=forwarded)
+        else:
+            self._take(link, decode(RoutedMessage, data))
+        returned, self._returned = self._returned, []
+        self._send_together(link, returned)
+
+    def _take(self, link: Transport, message: RoutedMessage, *, forwarded: bool = False) -> None:
         source, body = message.source, message.body
         if source not in self.topology.contacts:
-            raise MessageError(f"source {source} is no rank of the job, got {shown(data)}")
+            raise MessageError(f"source {source} is no rank of the job, got {shown(message)}")
         if isinstance(body, DepartureAck):
             self._on_departure_ack(link)
             return
@@ -256,12 +319,13 @@ class Router:
                 return
         else:
             return  # from a dropped connection
-        self._route(message, link)
+        self._route(message, link, forwarded=forwarded)
 
     def _on_leave(self, rank: int, link: Transport) -> None:
         """Handle the orderly leave of ``rank``, directly below this node: its last message."""
         self._mark_gone(rank, "")
-        self._forward_down(self._gone_message(rank, "", ALL))  # this node may go, too, before the root sends the news
+        if self._leaving or not self.is_root:  # this node may go, too, before the root sends the news
+            (self._spread if self.is_root else self._forward_down)(self._gone_message(rank, "", ALL))
         if not self._leaving:  # else the next root must receive the leave, too
             self._drop_link(link)
             link.send(RoutedMessage(rank, self.rank, DepartureAck()))
@@ -312,6 +376,7 @@ class Router:
     def leave(self) -> None:
         """Announce this rank's orderly leave; :attr:`leave_acknowledged` turns true with the last acknowledgement."""
         self._leaving = True
+        self._send_patient()
         message = self._gone_message(self.rank, "", ALL)
         for link in self.links:
             link.send(message)
@@ -337,7 +402,10 @@ class Router:
         link.close()
 
     def _gone_message(self, rank: int, how: str, to: Address) -> RoutedMessage:
-        return RoutedMessage(to, self.rank, Departure(rank, how))
+        return RoutedMessage(to, self.rank, Departure(rank, how), patient=to == ALL and not how)
+
+    def _all_gone(self, to: Address) -> list[RoutedMessage]:
+        return [self._gone_message(rank, how, to) for rank, how in self.gone.items()]
 
     def _on_departure(self, to: Address, departure: Departure) -> None:
         rank, how = departure.rank, departure.reason
@@ -349,11 +417,18 @@ class Router:
         elif rank not in self.gone:
             self._mark_gone(rank, how)
             if to == ROOT:
-                self._forward_down(self._gone_message(rank, how, ALL))
+                message = self._gone_message(rank, how, ALL)
+                (self._spread if self.is_root else self._forward_down)(message)
 
-    def _forward_down(self, message: RoutedMessage) -> None:
+    def _forward_down(self, message: RoutedMessage | MessageBatch) -> None:
+        if self._patient:
+            self._send_patient()
         for link in list(self._down):
             link.send(message)
+
+    def _send_together(self, link: Transport, messages: Sequence[RoutedMessage]) -> None:
+        for frame in _batches(messages):
+            link.send(frame)
 
     def _mark_gone(self, rank: int, how: str) -> None:
         if rank in self.gone:
@@ -375,8 +450,8 @@ class Router:
             for other in self.topology.contacts:  # all connect here now; an absent rank is silent from now on
                 if other != self.rank and other not in self.gone:
                     self.last_heard.setdefault(other, now)
-            for other, why in self.gone.items():  # the last root may have reached some ranks only
-                self._forward_down(self._gone_message(other, why, ALL))
+            for frame in _batches(self._all_gone(ALL)):  # the last root may have reached some ranks only
+                self._forward_down(frame)
             self._route_again()
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------
@@ -399,3 +474,23 @@ class Router:
         """Seconds since the last message of ``rank``, as far as this node can tell; None: unknown."""
         last_heard = self.last_heard.get(rank)
         return None if last_heard is None else time.monotonic() - last_heard
+
+
+def _batches(messages: Sequence[RoutedMessage]) -> Iterator[RoutedMessage | MessageBatch]:
+    """``messages`` in order, the short ones in batches."""
+    some: list[RoutedMessage] = []
+    for message in messages:
+        short = message.patient or isinstance(message.body, Presence) or _is_leave(message.body)
+        if some and not (short and len(some) < BATCHED):
+            yield some[0] if len(some) == 1 else MessageBatch(some)
+            some = []
+        if short:
+            some.append(message)
+        else:
+            yield message
+    if some:
+        yield some[0] if len(some) == 1 else MessageBatch(some)
+
+
+def _is_leave(body: Body) -> bool:
+    return isinstance(body, Departure) and not body.reason

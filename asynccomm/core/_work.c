@@ -87,7 +87,7 @@ static PyMemberDef counts_members[] = {
     {"limit", T_DOUBLE, offsetof(CallCounts, limit), 0, NULL},
     {"detours", T_INT, offsetof(CallCounts, detours), 0, NULL},
     {"scopes", T_INT, offsetof(CallCounts, scopes), 0, NULL},
-    {"watchers", T_INT, offsetof(CallCounts, watchers), 0, NULL},
+    {"noted_calls", T_INT, offsetof(CallCounts, noted_calls), 0, NULL},
     {"closed", T_BOOL, offsetof(CallCounts, closed), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };

@@ -20,7 +20,7 @@ typedef struct {
     PyObject_HEAD
     long long collectives, messages, submitted, nbytes;
     double limit; /* seconds */
-    int detours, scopes, watchers;
+    int detours, scopes, noted_calls;
     char closed;
 } CallCounts;
 

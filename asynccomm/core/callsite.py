@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from sys import _getframe
 from types import CodeType
 from typing import Final
@@ -13,26 +14,41 @@ CallSite = tuple[CodeType, int]  # and the offset of the instruction
 
 
 def call_site(depth: int = 1) -> CallSite | None:
-    """The innermost frame outside of this package, at least ``depth`` frames up."""
+    """The innermost frame outside of this package and of torch, at least ``depth`` frames up.
+
+    Between a user's ``backward()`` and a hook of a parameter lie frames of torch. Torch's frame is the site only where
+    torch runs without the user above it, as in the threads of autograd.
+    """
     try:
         frame = _getframe(depth)
     except ValueError:  # fewer frames than ``depth``
         frame = _getframe(1)
     code = frame.f_code
+    in_torch: CallSite | None = None
     while code.co_filename not in user_files:
-        if not _is_ours(code.co_filename):
+        if code.co_filename.startswith(_TORCH):
+            in_torch = in_torch or (code, frame.f_lasti)
+        elif not _is_ours(code.co_filename):
             user_files.add(code.co_filename)
             break
         above = frame.f_back
         if above is None:
-            return None
+            return in_torch
         frame = above
         code = frame.f_code
     return code, frame.f_lasti
 
 
+def _torch_directory() -> str:
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return os.path.dirname(spec.origin) + os.sep
+
+
 # the interpreter gives all files of a package the same prefix
 _PACKAGE: Final = os.path.dirname(os.path.dirname(call_site.__code__.co_filename)) + os.sep
+_TORCH: Final = _torch_directory()
 user_files: set[str] = set()  #: files that call this package; bounded by the program's files
 
 

@@ -48,7 +48,7 @@ class CallCounts:
         self.limit: float = math.inf  #: seconds for an operation called now without a time limit of its own
         self.detours = 0  #: reasons for which calls do more than be sent or held: an agreed order, observers
         self.scopes = 0  #: tasks and threads in scopes that hold their calls
-        self.watchers = 0  #: watchers that the fast path reports its calls to
+        self.noted_calls = 0  #: calls of the fast path that are noted before the watchers get them; 0: no watchers
         self.closed = False  #: calls raise an error
 
 

@@ -1,12 +1,14 @@
 """Traces in the trace event format, which Perfetto and Chromium show: a row for each rank and comm.
 
 Pure, and free of torch. The parts of all ranks are brought to one clock by their offsets, which stand in the metadata.
-Operations that overlap on a rank lie in rows of their own, because slices of one row must nest. An arrow leads from the
-last rank's call of a collective to its completion on the other ranks.
+Operations that overlap on a rank lie in rows of their own, because slices of one row must nest. An operation that waits
+for a later rank has two slices within it: the wait, and the exchange of the data. An arrow leads from the last rank's
+call to the exchange on each other rank; Perfetto turns an arrow around if its target has begun before its source.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -31,8 +33,9 @@ def merged(parts: Sequence[Part]) -> dict[str, Any]:
     for part in sorted(parts, key=lambda part: (part["process"], _begin(part))):
         rows[part["process"]] += 1
         events += _of_part(part, rows[part["process"]] * LANES, origin, slices)
+    numbers = itertools.count(1)
     for (comm, seq), by_rank in slices.items():
-        events += _arrows(comm, seq, by_rank)
+        events += _arrows(comm, seq, by_rank, numbers)
     events += [_wait(by_rank, each) for by_rank in slices.values() for each in by_rank if _waits(by_rank, each)]
     # slices of one row in the order of their begin, an outer one first; metadata have no time
     events.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
@@ -123,19 +126,21 @@ def _wait(by_rank: Mapping[int, Slice], rank: int) -> Slice:
     return {"ph": "X", "name": f"wait for rank {last}", "cat": "wait", **place, "dur": seconds, "args": {"rank": last}}
 
 
-def _arrows(comm: str, seq: int, by_rank: Mapping[int, Slice]) -> Iterator[Slice]:
-    """From the last rank's call to the completion on each other rank."""
+def _arrows(comm: str, seq: int, by_rank: Mapping[int, Slice], numbers: Iterator[int]) -> Iterator[Slice]:
+    """From the last rank's call to the exchange on each other rank; Perfetto refuses ids that are not numbers."""
     if len(by_rank) < 2:
         return
     last = _last(by_rank)
     source = by_rank[last]
     for rank, target in by_rank.items():
-        end = target["ts"] + max(0.0, target["dur"] - EDGE)
-        if rank == last or end < source["ts"] or "error" in target["args"] or "open" in target["args"]:
+        begin, end = source["ts"] + EDGE, target["ts"] + target["dur"]
+        if rank == last or end < begin + EDGE or "error" in target["args"] or "open" in target["args"]:
             continue
-        arrow = {"name": f"{comm} #{seq}", "cat": "arrival", "id": f"{comm}/{seq}/{rank}"}
+        place = {"pid": target["pid"], "tid": target["tid"]}
+        yield {"ph": "X", "name": "exchange", "cat": "exchange", **place, "ts": begin, "dur": end - begin, "args": {}}
+        arrow = {"name": f"{comm} #{seq}", "cat": "arrival", "id": next(numbers)}
         yield {"ph": "s", **arrow, "pid": source["pid"], "tid": source["tid"], "ts": source["ts"]}
-        yield {"ph": "f", "bp": "e", **arrow, "pid": target["pid"], "tid": target["tid"], "ts": end}
+        yield {"ph": "f", "bp": "e", **arrow, **place, "ts": end - EDGE}
 
 
 def write_trace(path: Path, parts: Sequence[Part]) -> None:

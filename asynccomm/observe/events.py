@@ -18,7 +18,7 @@ from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError, PeerLostError
-from asynccomm.observe.watchers import Called, Watcher
+from asynccomm.observe.watchers import Called, Watcher, Watchers
 from asynccomm.ops import Call, Op
 
 KEPT: Final = 4096  # notes that wait for the reader of a stream
@@ -49,8 +49,7 @@ def of_call(
     kind: str, time: float, op: Op, seq: int, site: CallSite | None, started: float, error: BaseException | None = None
 ) -> Event:
     """The event of an operation."""
-    tag = str(getattr(op, "tag", "")) if op.p2p else op.label
-    return Event(kind, time, op, seq, tag, op.nbytes, show(site), started, error)
+    return Event(kind, time, op, seq, _tag(op), op.nbytes, show(site), started, error)
 
 
 def of_work(kind: str, time: float, work: Work[Any], error: BaseException | None = None) -> CallNote:
@@ -58,16 +57,34 @@ def of_work(kind: str, time: float, work: Work[Any], error: BaseException | None
     return kind, time, work.op, work.seq, work.site, work.started, error
 
 
-def _events_of(note: Event | CallNote | Called) -> list[Event]:
-    if isinstance(note, Event):
-        return [note]
-    if len(note) == 7:
-        return [of_call(*note)]
-    op, site, seq, started, finished = note
-    assert finished is not None
-    call = of_call("call", started, op, seq, site, started)
-    same = call[2:]  # the text of the call site is made once
-    return [call, Event("send", started, *same), Event("completion", finished, *same)]
+def _tag(op: Op) -> str:
+    return str(getattr(op, "tag", "")) if op.p2p else op.label
+
+
+@final
+class _EventMaker:
+    """Makes events of notes. Calls that are repeated have the same operation and site, so their texts are made once."""
+
+    def __init__(self) -> None:
+        self._op: Op | None = None
+        self._site: CallSite | None = None
+        self._texts: tuple[str, int, str] = ("", 0, "")
+
+    def events_of(self, note: Event | CallNote | Called) -> tuple[Event, ...]:
+        if isinstance(note, Event):
+            return (note,)
+        if len(note) == 7:
+            return (of_call(*note),)
+        op, site, seq, started, finished = note
+        if op is not self._op or site != self._site:
+            self._op, self._site, self._texts = op, site, (_tag(op), op.nbytes, show(site))
+        tag, nbytes, place = self._texts
+        new = tuple.__new__  # the constructor of a NamedTuple takes twice as long
+        return (
+            new(Event, ("call", started, op, seq, tag, nbytes, place, started, None, None, "", None, None)),
+            new(Event, ("send", started, op, seq, tag, nbytes, place, started, None, None, "", None, None)),
+            new(Event, ("completion", finished, op, seq, tag, nbytes, place, started, None, None, "", None, None)),
+        )
 
 
 class _MemberWatcher(Watcher):
@@ -98,16 +115,21 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
     Args:
         mailbox: of the comm's loop.
         size: notes that may wait for the reader; a call that finishes at once is one note.
+        watchers: of the comm.
         detach: removes this watcher from the comm.
     """
 
-    def __init__(self, mailbox: Mailbox, size: int, detach: Callable[[EventStream], object]) -> None:
+    def __init__(
+        self, mailbox: Mailbox, size: int, watchers: Watchers, detach: Callable[[EventStream], object]
+    ) -> None:
         super().__init__()
         self.dropped: int = 0  #: notes that were dropped because the reader was too slow
         self._mailbox = mailbox
         self._notes: deque[Event | CallNote | Called] = deque(maxlen=size)
         self._size = size
+        self._watchers = watchers
         self._ready: deque[Event] = deque()  # events of the last note that was read
+        self._maker = _EventMaker()
         self._deferred: set[Work[Any]] = set()
         self._detach = detach
         self._waiter: asyncio.Future[None] | None = None
@@ -115,8 +137,10 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
 
     # -- as a watcher -------------------------------------------------------------------------------------------------
 
-    def finished(self, call: Called) -> None:
-        self._add(call)
+    def finished(self, calls: Sequence[Called]) -> None:
+        self.dropped += max(0, len(self._notes) + len(calls) - self._size)
+        self._notes.extend(calls)
+        self._wake()
 
     def called(self, call: Call, work: Work[Any]) -> None:
         self._add(of_work("call", work.started, work))
@@ -158,28 +182,31 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
         if len(self._notes) >= self._size:
             self.dropped += 1
         self._notes.append(note)
-        if self._waiter is not None:
-            self._mailbox.post(self._wake)
+        self._wake()
 
     # -- for the reader -----------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
+        """Wake the reader, if it waits. From any thread."""
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is not None:
+            self._watchers.calm(self)
+            self._mailbox.post(partial(_settle, waiter))
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Event:
         while not self._ready:
+            if not self._notes:
+                self._watchers.flush()
             if self._notes:
-                note = self._notes.popleft()
-                self._ready.extend(_events_of(note))
+                self._ready.extend(self._maker.events_of(self._notes.popleft()))
             elif self._closed:
                 raise StopAsyncIteration
             else:
                 waiter = self._waiter = self._mailbox.loop.create_future()
+                self._watchers.hurry(self)
                 if not self._notes and not self._closed:  # a thread that adds a note looks for the waiter afterwards
                     await waiter
         return self._ready.popleft()
@@ -191,7 +218,7 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
 
     def closed(self) -> None:
         self._closed = True
-        self._mailbox.post(self._wake)
+        self._wake()
 
 
 @final
@@ -258,6 +285,11 @@ class Hook(_MemberWatcher):
     def remove(self) -> None:
         """End the calls of the functions. Idempotent, from any thread."""
         self._detach(self)
+
+
+def _settle(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _once(works: list[Work[Any]], call: Callable[[Work[Any]], object]) -> None:

@@ -81,9 +81,11 @@ class ArrivalLog(Watcher):
     def closed(self) -> None:
         self._on_closed()
 
-    def finished(self, call: Called) -> None:
-        if not call[2] & self._mask and not call[0].p2p:
-            self._add(call[2], call[0], call[3])
+    def finished(self, calls: Sequence[Called]) -> None:
+        mask = self._mask
+        for op, _, seq, started, _ in calls:
+            if not seq & mask and not op.p2p:
+                self._add(seq, op, started)
 
     def called(self, call: Call, work: Work[Any]) -> None:
         if call.op.p2p:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 from asynccomm.core.work import Work
 from asynccomm.observe.lateness import Lateness
-from asynccomm.observe.watchers import Called, Watcher
+from asynccomm.observe.watchers import Called, Watcher, Watchers
 from asynccomm.ops import Call
 
 BOUNDS: Final = tuple(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 3))  # seconds
-BATCH: Final = 64  # calls of the fast path that are counted together
 Labels = Mapping[str, str]
 
 
@@ -69,34 +67,32 @@ class Recording:
 class Metrics(Watcher):
     """Counts the operations of a comm that end. From any thread.
 
-    A call of the fast path is only noted, and counted together with others: at the next reading, or after some calls.
+    Args:
+        watchers: of the comm.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watchers: Watchers) -> None:
+        self._watchers = watchers
         self._kinds: dict[str, OpMetrics] = {}
-        self._notes: deque[Called] = deque()  # calls that are not counted yet; appending is atomic
         self.waits: Histogram = Histogram()  #: for the last rank of a collective
-        self.recordings: tuple[Recording, ...] = ()  #: exporters
+        self._recordings: tuple[Recording, ...] = ()
         self._lock = threading.Lock()
-
-    def finished(self, call: Called) -> None:
-        notes = self._notes
-        notes.append(call)
-        if len(notes) >= BATCH or self.recordings:
-            self._count_notes()
 
     @property
     def kinds(self) -> dict[str, OpMetrics]:
         """The operations so far, by their kind."""
-        self._count_notes()
+        self._watchers.flush()
         return self._kinds
 
-    def _count_notes(self) -> None:
-        """Count the calls noted so far."""
-        pop, recordings, before = self._notes.popleft, self.recordings, None
+    def record(self, recording: Recording) -> None:
+        """Have an exporter record each operation that ends from now on, when it ends."""
+        self._recordings = (*self._recordings, recording)
+        self._watchers.hurry(self)
+
+    def finished(self, calls: Sequence[Called]) -> None:
+        recordings, before = self._recordings, None
         with self._lock:
-            for _ in range(len(self._notes)):
-                op, _, _, started, finished = pop()
+            for op, _, _, started, finished in calls:
                 assert finished is not None
                 if op is not before:  # a call that is repeated has the same operation
                     before, kind, nbytes = op, op.kind, op.nbytes
@@ -140,18 +136,18 @@ class Metrics(Watcher):
                 of_kind.failed += 1
             else:
                 of_kind.complete(nbytes, seconds)
-        for recording in self.recordings:
+        for recording in self._recordings:
             recording.ended(kind, nbytes, seconds, error)
 
     def waited_for_last(self, seconds: float) -> None:
         """This rank was ``seconds`` earlier than the last rank of a collective."""
         with self._lock:
             self.waits.add(seconds)
-        for recording in self.recordings:
+        for recording in self._recordings:
             recording.waited_for_last(seconds)
 
     def closed(self) -> None:
-        for recording in self.recordings:
+        for recording in self._recordings:
             recording.closed()
 
 

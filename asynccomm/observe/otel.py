@@ -97,7 +97,7 @@ class _Instruments(Recording):
         counter("asynccomm.last", [self._last], "{operation}", "Collectives to which a rank came last.")
         gauge("asynccomm.in_flight", self._of_statistics(lambda each: each.in_flight), "{operation}")
         gauge("asynccomm.in_flight_bytes", self._of_statistics(lambda each: each.bytes_in_flight), "By")
-        measured.metrics.recordings = (*measured.metrics.recordings, self)
+        measured.metrics.record(self)
 
     def ended(self, kind: str, nbytes: int, seconds: float, error: str) -> None:
         if not error:

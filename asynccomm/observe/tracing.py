@@ -66,11 +66,10 @@ class TraceRecorder(Watcher):
 
     # -- as a watcher -------------------------------------------------------------------------------------------------
 
-    def finished(self, call: Called) -> None:
-        if len(self._done) < MOST:
-            self._done.append(call)
-        else:
-            self._dropped += 1
+    def finished(self, calls: Sequence[Called]) -> None:
+        kept = calls[: MOST - len(self._done)]
+        self._done += kept
+        self._dropped += len(calls) - len(kept)
 
     def called(self, call: Call, work: Work[Any]) -> None:
         if len(self._rows) >= MOST:

@@ -205,7 +205,7 @@ def test_every_layout_in_and_out(dtype: torch.dtype, op: ReduceOp) -> None:
             assert torch.equal(resolved(output).view(torch.uint8), resolved(plain).view(torch.uint8)), (shape, name)
 
 
-@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX], ids=str)
+@cases("dtype", [*REAL, *COMPLEX], ids=str)
 def test_premul_sum_of_floats(dtype: torch.dtype) -> None:
     for factor in (3, 0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64), torch.tensor([[2]])):
         source = torch.tensor([1.0, -2.0, 6.0]).to(dtype)
@@ -221,7 +221,7 @@ def test_factors_may_require_grad() -> None:
     assert wide.tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@cases("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
     step = float(torch.finfo(dtype).eps)
     rows = [torch.tensor([1.0]).to(dtype), *(torch.tensor([step / 4]).to(dtype) for _ in range(4))]
@@ -243,7 +243,7 @@ def test_averages_truncate_towards_zero_and_never_wrap() -> None:
         assert numbers(run([whole([high], dtype)] * 5, ReduceOp.AVG)) == [high]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases("dtype", DTYPES, ids=str)
 def test_an_accumulator_holds_what_it_accumulates(dtype: torch.dtype) -> None:
     for kind in RedOpType:
         wide = accumulator(dtype, kind)

@@ -57,6 +57,31 @@ def test_first_come_first_served(steps: list[tuple[str, int, int | None, int]]) 
         assert matching.withdraw(source) == []
 
 
+@given(steps, st.sets(st.integers(0, 59)))
+def test_receives_that_are_over_elsewhere_are_as_if_never_posted(
+    steps: list[tuple[str, int, int | None, int]], elsewhere: set[int]
+) -> None:
+    """They are found to be so, by ``take``, or withdrawn, at any time after the post."""
+    matching: MatchQueues[int, int] = MatchQueues(SIZE, lambda item: item not in elsewhere)
+    model = Model()
+    for item, (what, rank, anybody, tag) in enumerate(steps):
+        if what == "receive":
+            source = None if anybody is None else rank
+            if source is None and item in elsewhere:
+                assert matching.post(item, None, tag) is None
+                if item % 2:
+                    matching.withdraw_one(item, tag)
+                    assert not matching.withdraw_one(item, tag)
+                continue
+            assert matching.post(item, source, tag) == model.receive(item, source, tag)
+        else:
+            claimed = matching.claim(rank, tag)
+            assert claimed == model.message(item, rank, tag)
+            if claimed is None:
+                matching.keep(item, rank, tag)
+    assert set(matching.withdraw(None)) - elsewhere == {item for item, source, _ in model.receives if source is None}
+
+
 def test_forgotten_messages_are_not_matched() -> None:
     matching: MatchQueues[str, str] = MatchQueues(2)
     matching.keep("a", 0, 5)

@@ -158,7 +158,7 @@ def test_scale_simulates_each_protocol(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = {(row["protocol"], row["ranks"]): row for row in json.loads(out.read_text())}
     protocols = {protocol for protocol, _ in rows}
-    assert len(protocols) == 8
+    assert len(protocols) == 10
     for protocol in protocols:
         small, large = rows[protocol, 10], rows[protocol, 40]
         assert (small["hosts"], large["hosts"]) == (3, 10)

@@ -1,9 +1,8 @@
 """The columns of nccl-tests."""
 
 import json
+from itertools import product
 from pathlib import Path
-
-import pytest
 
 from asynccomm.benchmarks.operations import OPS
 from asynccomm.benchmarks.rows import (
@@ -15,6 +14,7 @@ from asynccomm.benchmarks.rows import (
     size_of,
     write_rows,
 )
+from tests.cases import cases
 
 
 def row(op: str = "all_reduce", **rest) -> Measurement:
@@ -47,8 +47,7 @@ def test_bandwidths_are_in_gigabytes_per_second() -> None:
     assert "asynccomm (shm)" in str(row(contender="asynccomm"))
 
 
-@pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
-@pytest.mark.parametrize("nbytes", [1, 4096, 4100])
+@cases("op, nbytes", product([op for op in OPERATIONS if op != "barrier"], [1, 4096, 4100]))
 def test_the_size_is_the_larger_one_of_input_and_output(op: str, nbytes: int) -> None:
     floats = floats_of(op, nbytes, 4)
     sides = [each if isinstance(each, list) else [each] for each in OPS[op].tensors(floats, 0, 4) if each is not None]

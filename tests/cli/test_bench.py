@@ -44,6 +44,7 @@ def test_a_row_for_each_operation_size_and_contender(launcher, tmp_path: Path) -
         ("--sizes 8 --max 64", "argument --max: cannot be given with --sizes, got 64"),
         ("--min 64 --max 8", "argument --min: must be at most the largest size, 8, got 64"),
         ("--factor 1", "argument --factor: must be at least 2, got 1"),
+        ("--backend loopback", "argument --backend: 'loopback' is not one of auto, gloo, hierarchical, nccl, shm"),
         ("--rounds -3", "argument --rounds: must be a whole number, at least 1, got '-3'"),
         ("--peers gloo", "argument --peers: 'gloo' is not one of torch, mpi, none"),
         ("--json none/x.json", "argument --json: the folder 'none' does not exist"),

@@ -356,7 +356,7 @@ def auto(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backend, "problem", "")
         monkeypatch.setattr(backend, "checked", [])
         monkeypatch.setattr(backend, "seen", [])
-        monkeypatch.setitem(registry._BUILTIN, backend.name, (__name__, backend.__name__))
+        monkeypatch.setitem(registry.BUILTIN, backend.name, (__name__, backend.__name__))
         monkeypatch.setitem(sys.modules, __name__, sys.modules[backend.__module__])
     monkeypatch.setattr(registry, "_AUTO", {"cpu": ("first", "second")})
 

@@ -30,7 +30,7 @@ async def test_the_trace_of_all_ranks_names_the_straggler(comm: Comm, tmp_path: 
         async with comm.coalesce():
             works = [comm.all_reduce(torch.ones(4)) for _ in range(2)]
         await asyncio.gather(*works)
-    assert comm._submitter.counts.watchers == 0
+    assert comm._submitter.counts.noted_calls == 0
     await comm.barrier()
     if comm.rank == 0:
         trace = json.loads(path.read_text())

@@ -16,13 +16,14 @@ from asynccomm import (
 from asynccomm.comm.wire_errors import decode_error, encode_error
 from asynccomm.ops import AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
+from tests.cases import cases
 
 
 def heard(error: BrokenError) -> BrokenError | None:
     return decode_error({"rank": 2, "number": 0, **json.loads(json.dumps(encode_error(error)))})
 
 
-@pytest.mark.parametrize(
+@cases(
     "error",
     [
         AbortedError(2, "enough"),
@@ -74,7 +75,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("item", BAD, ids=str)
+@cases("item", BAD, ids=str)
 def test_an_error_that_cannot_be_read_is_one_of_the_transport(item: dict[str, object]) -> None:
     found = decode_error({**item, "rank": 2})
     assert type(found) is BackendError

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from asynccomm.control.messages import ALL, Address, Body, News, Presence, Request, RoutedMessage
+from asynccomm.control.messages import ALL, Address, Body, MessageBatch, News, Presence, Request, RoutedMessage
 from asynccomm.control.router import Router
 from asynccomm.control.transport.framing import encode
 from asynccomm.control.transport.schema import JsonObject
@@ -30,7 +30,7 @@ class End:
     def send(self, message: object) -> None:
         encode(message)  # it can be
         assert self.other is not None
-        assert isinstance(message, RoutedMessage)
+        assert isinstance(message, (RoutedMessage, MessageBatch))
         if self.open:
             self.other.coming.append(to_builtins(message))
 
@@ -53,7 +53,10 @@ class Place:
         self.heard: list[tuple[int, Body]] = []
         self.gone: list[tuple[int, str]] = []
         self.ends: list[End] = []
-        self.router = Router(rank, tree.topology, self._hear, lambda rank, how: self.gone.append((rank, how)))
+        self.waiting: list[Callable[[], object]] = []  # calls that come later
+        self.router = Router(
+            rank, tree.topology, self._hear, lambda rank, how: self.gone.append((rank, how)), self.waiting.append
+        )
 
     def _hear(self, source: int, body: Body) -> None:
         if not isinstance(body, Presence):
@@ -89,6 +92,9 @@ class Place:
                 self.router.ended(end, "its connection ended")
         elif end.open:
             self.router.received(end, message)
+
+    def resume(self) -> None:
+        self.waiting.pop(0)()
 
     def climb(self) -> None:
         above = self.router.above
@@ -127,6 +133,7 @@ class Tree:
             if place.router.up is None and above is not None and self.places[above].listens:
                 found.append(place.climb)
             found += [partial(place.receive, end) for end in place.ends if end.coming]
+            found += [partial(place.resume) for _ in place.waiting[:1]]
         return found or self.late_steps()
 
     def late_steps(self) -> list[Callable[[], object]]:

@@ -9,6 +9,7 @@ import pytest
 
 from asynccomm.control.diagnosis import Diagnosis, PendingOp, RankState
 from asynccomm.control.transport.schema import MessageError
+from tests.cases import cases
 
 BARRIER = {"op": "barrier()", "seq": 3, "age": 2.04, "site": "train.py:7 in step"}
 ANSWER: dict[str, Any] = {
@@ -54,8 +55,8 @@ def test_a_state_as_text() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("found", "text"),
+@cases(
+    "found, text",
     [
         (state(pending=[]), "called last barrier() #3 2.0 s ago at train.py:7 in step, which is done"),
         (state(pending=[{**BARRIER, "op": "recv()"}]), "which is done"),  # messages have numbers of their own
@@ -80,7 +81,7 @@ def test_what_a_rank_is_doing(found: RankState, text: str) -> None:
     assert found.doing in str(found)
 
 
-@pytest.mark.parametrize(
+@cases(
     "answer",
     [
         {"last": 3},

@@ -42,6 +42,7 @@ from asynccomm.control.transport.connection import Hello, Look, Tokens, Welcome
 from asynccomm.control.transport.schema import MessageError, decode, dumps, loads
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.rendezvous.lobby import Invitation
+from tests.cases import cases
 from tests.sampling import examples
 
 VIEW = View("k", 0, 2, (3, "n", 0), {"host": "a", "ports": [1, 2]})
@@ -86,12 +87,12 @@ ANYTHING = st.recursive(
 )
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@cases("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_comes_through(message: Any) -> None:
     assert loads(type(message), dumps(message)) == message
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@cases("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_has_no_other_field_and_no_other_type(message: Any) -> None:
     data = to_builtins(message)
     with pytest.raises(MessageError, match="unknown field `other`"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 from types import CodeType
 from typing import Any
 
@@ -48,6 +50,24 @@ def test_the_line_within_a_call_of_many_lines() -> None:
 def test_the_package_itself_is_skipped() -> None:
     inner = run_as(PACKAGE / "inner.py", "def outer(get):\n    return get()\n")["outer"]
     assert show(inner(call_site)) == here(line(), "test_the_package_itself_is_skipped")
+
+
+def test_torch_between_the_user_and_the_call_is_skipped() -> None:
+    sites: list[CallSite | None] = []
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(
+        run_as(PACKAGE / "hook.py", "def hook(_):\n    take(site())\n", take=sites.append, site=call_site)["hook"]
+    )
+    weight.sum().backward()
+    assert [show(site) for site in sites] == [here(line() - 1, "test_torch_between_the_user_and_the_call_is_skipped")]
+
+
+def test_torch_is_the_place_where_it_runs_without_a_user() -> None:
+    path = Path(torch.__file__).parent / "inner.py"
+    outer = run_as(path, "def outer(get, put):\n    put(get())\n")["outer"]
+    sites: SimpleQueue[CallSite | None] = SimpleQueue()
+    _thread.start_new_thread(outer, (call_site, sites.put))  # threading's own frames would be the user's
+    assert show(sites.get(timeout=10)) == f"{path}:2 in outer"
 
 
 def test_the_packages_tests_are_users() -> None:

@@ -17,6 +17,7 @@ from asynccomm.comm.pending import PendingComm
 from asynccomm.compat import c10d
 from asynccomm.core.handles import Handle
 from asynccomm.interop.wrapped_work import WrappedWork
+from tests.cases import cases
 
 # What the packages export, that is data: copies are equal, and have nothing in common with what they are copies of.
 VALUES = {"CommOptions", "CommStatistics", "Diagnosis", "PendingOp", "QueueStatistics", "RankState"}
@@ -53,7 +54,7 @@ def test_copies_are_the_handle_itself_wherever_it_is() -> None:
     assert held["lines"] == [line, line]
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@cases("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_handle_is_not_pickled_and_says_what_to_do(protocol: int) -> None:
     with pytest.raises(TypeError, match=re.escape("<Line 5> cannot be pickled, as it belongs to this process: dial")):
         pickle.dumps([Line()], protocol)
@@ -67,9 +68,7 @@ def test_what_is_exported_is_a_handle_or_a_value() -> None:
     assert {"CoalesceScope", "BatchSendRecv", "Comm", "Estimate", "Sink", "Store", "Stream", "Work"} <= found.keys()
 
 
-@pytest.mark.parametrize(
-    "kind", [*classes_of(asynccomm).values(), *classes_of(c10d).values(), PendingComm, Hub, WrappedWork]
-)
+@cases("kind", [*classes_of(asynccomm).values(), *classes_of(c10d).values(), PendingComm, Hub, WrappedWork])
 def test_a_handle_says_what_to_do_instead(kind: type[Any]) -> None:
     if issubclass(kind, Handle):
         assert kind._instead

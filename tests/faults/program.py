@@ -666,7 +666,7 @@ def run_local(case: Case, tell: Tell) -> None:
     keep_channels()
     backend, hints = case.backend, {}
     if backend == "nccl":
-        registry._BUILTIN["simulated"] = simulation.__name__, "SimulatedBackend"
+        registry.BUILTIN["simulated"] = simulation.__name__, "SimulatedBackend"
         # nothing ends an init that blocks; what is connected then is tried both ways
         blocking = case.phase in ISSUING and case.number % 2
         backend, hints = "simulated", {"side": "loopback", "blocking": str(int(blocking))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from .campaign import BACKENDS, FEATURES, Campaign, run_one
 from .fleet import Fleet
 from .generate import PROFILES, generate
+from .host import HOSTS
 from .printing import printed
 from .program import dumps, loads
 from .shrink import SECONDS
@@ -27,6 +29,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="how many programs")
     parser.add_argument("--minutes", type=float, help="for how long, instead")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for one operation; more is a hang")
+    parser.add_argument("--hosts", help="the host of each rank, a letter, for hierarchical (default abba)")
     parser.add_argument("--shrink", type=float, default=SECONDS, help="seconds to shrink a program that fails; 0: none")
     parser.add_argument("--log", type=Path, help="a file for what is printed")
     parser.add_argument("--summary", type=Path, help="a file for the summary, which is printed otherwise")
@@ -34,6 +37,8 @@ def main() -> int:
         "--replay", type=Path, help="do the one program in this file of JSON, or that of --seed if it is -"
     )
     args = parser.parse_args()
+    if args.hosts:
+        os.environ[HOSTS] = args.hosts
     sizes = [int(size) for size in args.ranks.split(",")]
     if args.replay is not None:
         return replay(args.backend, args.profile, sizes[0], args.seed, args.replay, args.timeout)

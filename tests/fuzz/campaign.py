@@ -28,8 +28,8 @@ CHUNK = 200  # cases on one number of ranks before the next
 FEATURES = {
     "loopback": Features(),
     "shm": Features(torch=True),
-    "gloo": Features(anyone=False),
-    "hierarchical": Features(anyone=False),
+    "gloo": Features(),
+    "hierarchical": Features(),
     "nccl": Features(anyone=False, wait=False),
     "torch": Features(torch=True, only_torch=True, groups=False, ops=OPS),
 }

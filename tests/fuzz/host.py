@@ -39,7 +39,7 @@ from .program import Program, loads
 from .torch_calls import torch_call
 from .worlds import IN_PROCESS, perform_all, worlds
 
-HOSTS = "abba"  # the host of each rank, with the hierarchical backend
+HOSTS = "FUZZ_HOSTS"  # the environment's layout: the host of each rank, with the hierarchical backend
 
 
 class Host:
@@ -97,7 +97,8 @@ class Host:
         if backend != "torch":
             hints = {}
             if backend == "hierarchical":
-                os.environ[PRETENDED], hints = f"host-{HOSTS[rank % len(HOSTS)]}", {"hostname": "127.0.0.1"}
+                layout = os.environ.get(HOSTS, "abba")
+                os.environ[PRETENDED], hints = f"host-{layout[rank % len(layout)]}", {"hostname": "127.0.0.1"}
             comms.world = await asynccomm.new_comm(
                 backend, name=name, rank=rank, size=size, timeout=timeout, hints=hints
             )

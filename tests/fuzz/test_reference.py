@@ -23,7 +23,7 @@ def op_of(kind: str) -> ReduceOp:
     return ReduceOp.PREMUL_SUM(2) if kind == "PREMUL_SUM" else getattr(ReduceOp, kind)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases("dtype", DTYPES)
 def test_what_is_legal_is_what_the_library_takes(dtype: str) -> None:
     taken = []
     for kind in KINDS:

@@ -22,7 +22,7 @@ def register_simulation() -> None:
     """Have the NCCL backend on a simulated GPU under its name."""
     from tests.backends.nccl import simulation
 
-    registry._BUILTIN.setdefault("simulated", (simulation.__name__, "SimulatedBackend"))
+    registry.BUILTIN.setdefault("simulated", (simulation.__name__, "SimulatedBackend"))
 
 
 @asynccontextmanager

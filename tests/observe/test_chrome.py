@@ -34,7 +34,7 @@ def check_format(trace: dict[str, Any]) -> None:
     trace = json.loads(json.dumps(trace))
     events = trace["traceEvents"]
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    flows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         assert event.keys() >= PHASES[event["ph"]], event
@@ -49,6 +49,7 @@ def check_format(trace: dict[str, Any]) -> None:
         elif event["ph"] == "C":
             assert all(isinstance(value, (int, float)) for value in event["args"].values())
         else:
+            assert isinstance(event["id"], int)  # Perfetto refuses text
             flows[event["id"]].append(event)
     for place, found in slices.items():
         open_until: list[float] = []
@@ -62,8 +63,12 @@ def check_format(trace: dict[str, Any]) -> None:
         assert (begin["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
         assert (begin["name"], begin["cat"]) == (end["name"], end["cat"])
         assert begin["ts"] <= end["ts"]
+        begins = []
         for each in pair:
-            assert any(a <= each["ts"] <= b for a, b in slices[each["pid"], each["tid"]]), each
+            around = [a for a, b in slices[each["pid"], each["tid"]] if a <= each["ts"] <= b]
+            assert around, each
+            begins.append(max(around))  # of the innermost slice
+        assert begins[0] <= begins[1], "Perfetto turns the arrow around otherwise"
 
 
 def op(seq: int, started: float, finished: float | None, **rest: Any) -> dict[str, Any]:
@@ -97,6 +102,9 @@ def test_the_wait_for_the_last_rank_is_a_slice_within_the_operation() -> None:
     (wait,) = slices(trace, "wait")
     assert (wait["name"], wait["pid"], wait["ts"]) == ("wait for rank 1", 0, 0)
     assert wait["dur"] == pytest.approx(20_000)
+    (exchange,) = slices(trace, "exchange")
+    assert (exchange["pid"], exchange["tid"], exchange["ts"]) == (0, wait["tid"], pytest.approx(20_000))
+    assert exchange["dur"] == pytest.approx(1_000, abs=0.01)
     arrows = [event for event in trace["traceEvents"] if event["ph"] in "sf"]
     assert [(event["ph"], event["pid"]) for event in arrows] == [("s", 1), ("f", 0)]
 

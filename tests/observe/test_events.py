@@ -10,6 +10,7 @@ import torch
 
 from asynccomm import AbortedError, CollectiveTimeoutError, Comm, MemoryStore, join_comm, new_comm
 from asynccomm.observe.events import Event, EventStream
+from asynccomm.observe.watchers import NOTED
 from asynccomm.testing.local import loopback_world
 from tests.waiting import until
 
@@ -229,4 +230,55 @@ async def test_calls_of_the_fast_path_have_their_events(comm: Comm) -> None:
         works = [comm.all_reduce(torch.ones(2)) for _ in range(3)]
     await asyncio.gather(*works)
     assert sorted({event.seq for event in await read(stream) if event.kind == "completion"}) == [2, 3, 4]
-    assert comm._submitter.counts.watchers == 0
+    assert comm._submitter.counts.noted_calls == 0
+
+
+@pytest.mark.ranks(1)
+async def test_a_reader_that_waits_gets_a_call_of_the_fast_path_at_once(comm: Comm) -> None:
+    tensor, counts = torch.ones(2), comm._submitter.counts
+    stream = comm.events()
+    for turn in range(3):
+        first = asyncio.create_task(anext(stream))
+        await until(lambda: counts.noted_calls == 1)
+        await comm.all_reduce(tensor)  # the only one
+        async with asyncio.timeout(10):
+            event = await first
+        assert (event.kind, event.seq) == ("call", turn)
+        assert counts.noted_calls == NOTED
+        assert [(await anext(stream)).kind for _ in range(2)] == ["send", "completion"]
+    for _ in range(NOTED + 5):
+        await comm.all_reduce(tensor)
+    events = await read(stream)
+    assert [event.seq for event in events if event.kind == "completion"] == list(range(3, NOTED + 8))
+
+
+@pytest.mark.ranks(1)
+async def test_a_slow_reader_loses_the_oldest_calls_of_the_fast_path(comm: Comm) -> None:
+    tensor = torch.ones(2)
+    await comm.all_reduce(tensor)
+    stream = comm.events(size=8)
+    for _ in range(3 * NOTED):
+        await comm.all_reduce(tensor)
+    events = await read(stream)
+    assert [event.seq for event in events if event.kind == "completion"] == list(range(3 * NOTED - 7, 3 * NOTED + 1))
+    assert stream.dropped == 3 * NOTED - 8
+
+
+@pytest.mark.ranks(1)
+async def test_calls_that_the_fast_path_has_held_and_python_sends_or_drops(comm: Comm) -> None:
+    tensors = [torch.ones(2) for _ in range(3)]
+    async with comm.coalesce():
+        comm.all_reduce(tensors[0])  # from now on the fast path holds such calls
+    stream = comm.events()
+    async with comm.coalesce():
+        comm.all_reduce(tensors[0])
+        comm.all_reduce(tensors[1])
+        comm.all_reduce(tensors[2], timeout=5)  # which Python holds, so it sends all three
+    with contextlib.suppress(ZeroDivisionError):
+        async with comm.coalesce():
+            comm.all_reduce(tensors[0])
+            raise ZeroDivisionError
+    events = await read(stream)
+    assert sorted(kinds(events)) == sorted(
+        [("call", -1)] * 4 + [(kind, seq) for kind in ("send", "completion") for seq in (1, 2, 3)] + [("failure", -1)]
+    )

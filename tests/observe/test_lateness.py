@@ -53,10 +53,10 @@ def test_a_straggler_is_last_in_nearly_all_and_by_more_than_the_limit() -> None:
 def test_many_calls_are_thinned_to_the_same_numbers_on_all_ranks() -> None:
     logs = [ArrivalLog(lambda: None), ArrivalLog(lambda: None)]
     for seq in range(1000):
-        logs[0].finished((Barrier(), None, seq, float(seq), float(seq)))
+        logs[0].finished([(Barrier(), None, seq, float(seq), float(seq))])
         assert len(logs[0]._calls) < 2 * SENT, "the log stays short also between two exchanges"
     for seq in range(10, 900):
-        logs[1].finished((Barrier(), None, seq, float(seq), float(seq)))
+        logs[1].finished([(Barrier(), None, seq, float(seq), float(seq))])
     taken = [{call[0] for call in log.take()} for log in logs]
     assert all(0 < len(each) <= SENT for each in taken)
     assert len(taken[0] & taken[1]) > SENT // 2

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from asynccomm import CollectiveTimeoutError
+from asynccomm.core.state import CallCounts
 from asynccomm.observe.lateness import LatenessTable
-from asynccomm.observe.metrics import BATCH, BOUNDS, Gauge, Histogram, Metrics, Recording, prometheus
+from asynccomm.observe.metrics import BOUNDS, Gauge, Histogram, Metrics, Recording, prometheus
+from asynccomm.observe.watchers import NOTED, Watchers
 from asynccomm.ops import Barrier
 from asynccomm.testing.local import loopback_world
 
@@ -25,10 +27,10 @@ def test_a_histogram_counts_by_ranges() -> None:
 
 async def test_operations_that_end_are_counted_once() -> None:
     async with loopback_world(2) as (a, b):
-        metrics = Metrics()
+        metrics = Metrics(a._submitter.watchers)
         a._submitter.watch(metrics)
         await asyncio.gather(a.all_reduce(torch.ones(4)), b.all_reduce(torch.ones(4)))
-        metrics.finished((Barrier(), None, 1, 1.0, 1.5))
+        metrics.finished([(Barrier(), None, 1, 1.0, 1.5)])
         assert (metrics.kinds["all_reduce"].completed, metrics.kinds["all_reduce"].nbytes) == (1, 16)
         assert metrics.kinds["barrier"].latency.seconds == 0.5
         with pytest.raises(CollectiveTimeoutError):
@@ -37,34 +39,36 @@ async def test_operations_that_end_are_counted_once() -> None:
         a._submitter.unwatch(metrics)
 
 
-def test_calls_of_the_fast_path_are_counted_together_and_at_each_reading() -> None:
-    metrics, op = Metrics(), Barrier()
-    for seq in range(BATCH + 1):
-        metrics.finished((op, None, seq, 1.0, 1.5))
-    assert len(metrics._notes) == 1
-    assert metrics.kinds["barrier"].completed == BATCH + 1
-    assert metrics.kinds["barrier"].latency.seconds == (BATCH + 1) / 2
-    assert not metrics._notes
-    metrics.finished((op, None, 0, 1.0, 1.5))
-    assert metrics.kinds["barrier"].completed == BATCH + 2
+def test_a_reading_counts_the_calls_of_the_fast_path_that_are_noted() -> None:
+    watchers = Watchers(CallCounts())
+    metrics = Metrics(watchers)
+    watchers.add(metrics)
+    watchers.notes += [(Barrier(), None, seq, 1.0, 1.5) for seq in range(3)]
+    assert (metrics.kinds["barrier"].completed, metrics.kinds["barrier"].latency.seconds) == (3, 1.5)
+    watchers.notes.append((Barrier(), None, 3, 1.0, 1.5))
+    assert metrics.kinds["barrier"].completed == 4
 
 
 def test_an_exporter_gets_each_call_at_once() -> None:
-    metrics, seen = Metrics(), []
+    watchers, seen = Watchers(counts := CallCounts()), []
+    metrics = Metrics(watchers)
+    watchers.add(metrics)
+    assert counts.noted_calls == NOTED
 
     class Seen(Recording):
         def ended(self, kind: str, nbytes: int, seconds: float, error: str) -> None:
             seen.append((kind, seconds))
 
-    metrics.finished((Barrier(), None, 0, 1.0, 1.5))
-    metrics.recordings = (Seen(),)
-    metrics.finished((Barrier(), None, 1, 1.0, 3.0))
-    assert seen == [("barrier", 0.5), ("barrier", 2.0)]
+    metrics.finished([(Barrier(), None, 0, 1.0, 1.5)])
+    metrics.record(Seen())
+    assert counts.noted_calls == 1
+    metrics.finished([(Barrier(), None, 1, 1.0, 3.0)])
+    assert seen == [("barrier", 2.0)]
 
 
 def test_the_text_is_prometheus_format() -> None:
-    metrics = Metrics()
-    metrics.finished((Barrier(), None, 0, 1.0, 1.5))
+    metrics = Metrics(Watchers(CallCounts()))
+    metrics.finished([(Barrier(), None, 0, 1.0, 1.5)])
     metrics.waited_for_last(0.25)
     labels = {"comm": 'a "name"\n\\', "rank": "0"}
     text = prometheus(

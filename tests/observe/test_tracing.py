@@ -23,7 +23,7 @@ async def test_calls_with_their_ends_and_errors() -> None:
         b.abort("enough")
         with pytest.raises(AbortedError):
             await work
-        recorder.finished((Barrier(), None, 5, 1.0, 2.0))
+        recorder.finished([(Barrier(), None, 5, 1.0, 2.0)])
         part = recorder.part()
         assert (part["comm"], part["rank"], part["process"], part["offset"]) == ("test", 0, 7, 0.0)
         assert [(op["kind"], op["seq"], op["error"]) for op in part["ops"]] == [
@@ -43,7 +43,7 @@ async def test_a_long_trace_counts_what_it_leaves_out(monkeypatch: pytest.Monkey
         comm._submitter.watch(recorder)
         for _ in range(5):
             await comm.barrier()
-            recorder.finished((Barrier(), None, 5, 1.0, 2.0))
+            recorder.finished([(Barrier(), None, 5, 1.0, 2.0)])
         part = recorder.part()
         assert (len(part["ops"]), part["dropped"]) == (4, 6)
 

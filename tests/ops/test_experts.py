@@ -10,13 +10,14 @@ import torch
 from asynccomm.ops.experts import combine, dispatch, sum_rows
 from asynccomm.ops.routing import Routing
 from asynccomm.testing import loopback_world
+from tests.cases import cases
 from tests.comm.methods.argument_matrix import GROUP, t
 
 IDS = torch.zeros(2, 1, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+@cases(
+    "arguments, error, text",
     [
         ((None, None, (), None), TypeError, r"hidden must be a torch.Tensor, got None"),
         ((t(), None, (), None), ValueError, r"hidden must have a row \(of dim 0\) for each token, got a scalar"),

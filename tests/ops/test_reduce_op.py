@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.testing.conformance.data import DTYPES
+from tests.cases import cases
 
 PLAIN = [kind for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
 LINEAR = {"SUM", "AVG", "PREMUL_SUM"}
@@ -40,7 +41,7 @@ def is_legal(op: ReduceOp, dtype: torch.dtype) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", PLAIN)
+@cases("kind", PLAIN)
 def test_members(kind: RedOpType) -> None:
     op = getattr(ReduceOp, kind.name)
     assert type(op) is ReduceOp
@@ -55,7 +56,7 @@ def test_members_are_all_different() -> None:
     assert len({ReduceOp(kind) for kind in PLAIN} | {ReduceOp.PREMUL_SUM(2)}) == len(RedOpType)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
+@cases("kind", PLAIN)
 def test_there_is_no_way_to_set_anything(kind: RedOpType) -> None:
     op: Any = ReduceOp(kind)
     for name in ("type", "factor", "other"):
@@ -64,7 +65,7 @@ def test_there_is_no_way_to_set_anything(kind: RedOpType) -> None:
     assert op.type is kind
 
 
-@pytest.mark.parametrize("factor", [2, -1, 0.5, 1j, torch.tensor(0.5), torch.tensor([3]), torch.tensor([[2.0]])])
+@cases("factor", [2, -1, 0.5, 1j, torch.tensor(0.5), torch.tensor([3]), torch.tensor([[2.0]])])
 def test_premul_sum(factor: Any) -> None:
     op = ReduceOp.PREMUL_SUM(factor)
     assert op.type is RedOpType.PREMUL_SUM
@@ -75,21 +76,21 @@ def test_premul_sum(factor: Any) -> None:
     assert op != ReduceOp.SUM
 
 
-@pytest.mark.parametrize("factor", ["2", None, True, [2.0], object()])
+@cases("factor", ["2", None, True, [2.0], object()])
 def test_premul_sum_wants_a_number(factor: Any) -> None:
     with pytest.raises(TypeError, match="factor must be a number or a tensor with one element") as caught:
         ReduceOp.PREMUL_SUM(factor)
     assert repr(factor) in str(caught.value)
 
 
-@pytest.mark.parametrize("shape", [(0,), (2,), (1, 3)])
+@cases("shape", [(0,), (2,), (1, 3)])
 def test_premul_sum_wants_one_element(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="factor must have one element") as caught:
         ReduceOp.PREMUL_SUM(torch.zeros(shape))
     assert str(shape) in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [RedOpType.PREMUL_SUM, "PREMUL_SUM"])
+@cases("kind", [RedOpType.PREMUL_SUM, "PREMUL_SUM"])
 def test_premul_sum_needs_its_factor(kind: Any) -> None:
     with pytest.raises(ValueError, match="factor"):
         ReduceOp(kind)
@@ -103,7 +104,7 @@ def test_factors_are_compared() -> None:
     assert ReduceOp.SUM != "SUM"
 
 
-@pytest.mark.parametrize("kind", PLAIN)
+@cases("kind", PLAIN)
 def test_torchs_members_and_instances_are_understood(kind: RedOpType) -> None:
     member = getattr(dist.ReduceOp, kind.name)
     options = dist.AllreduceOptions()
@@ -112,7 +113,7 @@ def test_torchs_members_and_instances_are_understood(kind: RedOpType) -> None:
         assert ReduceOp.of(theirs) == ReduceOp(kind)
 
 
-@pytest.mark.parametrize("factor", [2.0, torch.tensor(0.5), torch.tensor([3])])
+@cases("factor", [2.0, torch.tensor(0.5), torch.tensor([3])])
 def test_the_factor_of_torchs_premul_sum_is_kept(factor: Any) -> None:
     made = ReduceOp.of(dist._make_nccl_premul_sum(factor))
     assert made.type is RedOpType.PREMUL_SUM
@@ -134,14 +135,14 @@ class Impostor:
     name = "SUM"
 
 
-@pytest.mark.parametrize("op", ["SUM", None, 0, RedOpType.SUM, Impostor(), torch.float32])
+@cases("op", ["SUM", None, 0, RedOpType.SUM, Impostor(), torch.float32])
 def test_of_refuses_everything_else(op: object) -> None:
     with pytest.raises(TypeError, match=r"op must be one of ReduceOp\.SUM, .*ReduceOp\.PREMUL_SUM") as caught:
         ReduceOp.of(op)
     assert repr(op) in str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases("dtype", DTYPES, ids=str)
 def test_legality(dtype: torch.dtype) -> None:
     ops = [*(ReduceOp(kind) for kind in PLAIN), ReduceOp.PREMUL_SUM(2)]
     assert {op.type.name for op in ops if is_legal(op, dtype)} == legal_kinds(dtype)
@@ -152,7 +153,7 @@ def test_illegal_names_op_and_dtype() -> None:
         ReduceOp.BAND.check(torch.float32)
 
 
-@pytest.mark.parametrize("make", [lambda value: value, torch.tensor], ids=["number", "tensor"])
+@cases("make", [lambda value: value, torch.tensor], ids=["number", "tensor"])
 def test_factor_must_fit_the_dtype(make: Any) -> None:
     whole, real, imaginary = make(2), make(0.5), make(1j)
     for dtype in DTYPES:
@@ -167,10 +168,8 @@ def test_factor_must_fit_the_dtype(make: Any) -> None:
         ReduceOp.PREMUL_SUM(imaginary).check(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "op",
-    [*(ReduceOp(kind) for kind in PLAIN), *map(ReduceOp.PREMUL_SUM, (2, 0.5, 1j, torch.tensor(2.0)))],
-    ids=repr,
+@cases(
+    "op", [*(ReduceOp(kind) for kind in PLAIN), *map(ReduceOp.PREMUL_SUM, (2, 0.5, 1j, torch.tensor(2.0)))], ids=repr
 )
 def test_survives_pickle_and_copy(op: ReduceOp) -> None:
     for again in (pickle.loads(pickle.dumps(op)), copy.copy(op), copy.deepcopy(op)):

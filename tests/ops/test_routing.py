@@ -9,6 +9,7 @@ import torch
 
 from asynccomm.ops.routing import Arrangement, ExpertPlacement, Route, Routing
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 
 CPU = torch.device("cpu")
 
@@ -17,9 +18,8 @@ def group(rank: int = 1, size: int = 3) -> CommInfo:
     return CommInfo("c", rank, size, CPU)
 
 
-@pytest.mark.parametrize(
-    ("count", "mine"),
-    [(1, [[0], [], []]), (3, [[0], [1], [2]]), (5, [[0, 1], [2, 3], [4]]), (6, [[0, 1], [2, 3], [4, 5]])],
+@cases(
+    "count, mine", [(1, [[0], [], []]), (3, [[0], [1], [2]]), (5, [[0, 1], [2, 3], [4]]), (6, [[0, 1], [2, 3], [4, 5]])]
 )
 def test_experts_are_placed_in_blocks(count: int, mine: list[list[int]]) -> None:
     found = [ExpertPlacement.of(group(rank), count, None, CPU) for rank in range(3)]
@@ -53,8 +53,8 @@ def test_received_tokens_are_sorted_by_expert() -> None:
 IDS = torch.tensor([[0, 1], [2, 3]])
 
 
-@pytest.mark.parametrize(
-    ("routing", "error", "text"),
+@cases(
+    "routing, error, text",
     [
         (IDS, TypeError, r"routing must be an asynccomm.Routing or None, got tensor"),
         (Routing([1], 4), TypeError, r"routing.experts must be a torch.Tensor, got \[1\]"),

@@ -37,6 +37,7 @@ from asynccomm.ops.validation import (
     overlaps_itself,
     times,
 )
+from tests.cases import cases
 from tests.comm.methods.argument_matrix import (
     COALESCED,
     DIMS,
@@ -149,7 +150,7 @@ def test_quantized_and_compressed_are_not_dense() -> None:
     assert "sparse_csr" in fails(ValueError, comm.all_reduce, compressed)
 
 
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@cases("layout", [torch.strided, torch.jagged])
 def test_nested_is_not_dense(layout: torch.layout) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -475,7 +476,7 @@ def test_shapes() -> None:
 # -- tags of collectives
 
 
-@pytest.mark.parametrize("tag", ["x", "layer3.bias", " ", "\0", "ü" * (MAX_LABEL // 2), "x" * MAX_LABEL, "\U0001f600"])
+@cases("tag", ["x", "layer3.bias", " ", "\0", "ü" * (MAX_LABEL // 2), "x" * MAX_LABEL, "\U0001f600"])
 def test_tags_of_collectives(tag: str) -> None:
     assert check_label(tag) is tag
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -56,8 +57,7 @@ def everybody(calls: list[Call], rank: int = RANK) -> dict[int, Parcel]:
 # -- all_gather_v
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("given", [False, True])
+@cases("dim, given", product([0, 1, -1], [False, True]))
 def test_all_gather_v(dim: int, given: bool) -> None:
     parts = [torch.arange(2.0 * n).view((n, 2) if dim == 0 else (2, n)) + 100 * n for n in (3, 1, 0)]
     expected = torch.cat(parts, dim)
@@ -149,7 +149,7 @@ def test_outputs_have_stand_ins() -> None:
     assert not whole.any()
 
 
-@pytest.mark.parametrize("given", [False, True])
+@cases("given", [False, True])
 def test_alone(given: bool) -> None:
     alone, source = group(0, 1), torch.arange(6.0, requires_grad=True).view(2, 3)
     output = t(2, 3) if given else None
@@ -172,7 +172,7 @@ def test_alone_an_output_is_known_to_be_wrong_at_the_call() -> None:
     assert text.startswith("output must have the shape of input, (2, 3)")
 
 
-@pytest.mark.parametrize("given", [False, True])
+@cases("given", [False, True])
 def test_all_gather_v_of_several(given: bool) -> None:
     def parts(rank: int) -> list[Tensor]:
         n = [3, 1, 0][rank]
@@ -308,7 +308,7 @@ def test_lists_off_the_root() -> None:
         assert fails(TypeError, use, t(SIZE, 4)) == f"{name} must be a list or tuple of tensors, got Tensor"
 
 
-@pytest.mark.parametrize(
+@cases(
     "head",
     [
         b"",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from asynccomm.store.client import StoreClient
 from asynccomm.store.memory import MemoryStore
 from asynccomm.store.server import listen
 from asynccomm.store.torch_store import TorchStore
+from tests.cases import cases
 
 ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 SCOPE = "asynccomm/run/0"
@@ -34,7 +36,7 @@ def tcp(rank: int, size: int, port: int) -> RendezvousSpec:
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("url", [None, "env://"])
+@cases("url", [None, "env://"])
 def test_the_environment(url: str | None) -> None:
     assert resolve_spec(url, None, None, ENV) == RendezvousSpec(1, 4, SCOPE, host="head", port=29500)
     assert resolve_spec(url, None, None, ENV | {"RANK": "0"}).hosting
@@ -66,7 +68,7 @@ def test_given_stores() -> None:
     assert resolve_spec(ours, None, None, ENV).size == 4
 
 
-@pytest.mark.parametrize("agent", ["True", "1", "true"])
+@cases("agent", ["True", "1", "true"])
 def test_rank_0_is_a_client_where_the_launcher_hosts(agent: str) -> None:
     env = ENV | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": agent}
     assert not resolve_spec(None, None, None, env).hosting
@@ -87,16 +89,15 @@ def test_worlds_are_told_apart() -> None:
     assert resolve_spec("file:///a", 0, 2, {}).world != resolve_spec("file:///b", 0, 2, {}).world
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-@pytest.mark.parametrize("value", [None, ""])
+@cases("name, value", product(["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"], [None, ""]))
 def test_each_missing_variable_is_named(name: str, value: str | None) -> None:
     env = {key: text for key, text in ENV.items() if key != name} | ({} if value is None else {name: value})
     with pytest.raises(ValueError, match=f"environment variable {name} is not set; start the script with"):
         resolve_spec(None, None, None, env)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@cases(
+    "change, message",
     [
         ({"RANK": "x"}, "environment variable RANK must be an integer, got 'x'"),
         ({"RANK": "4"}, r"environment variable RANK must be in \[0, 4\), got 4"),
@@ -113,8 +114,8 @@ def test_wrong_variables_are_named_with_their_values(change: Mapping[str, str], 
         resolve_spec(None, None, None, {**ENV, **change})
 
 
-@pytest.mark.parametrize(
-    ("url", "rank", "size", "message"),
+@cases(
+    "url, rank, size, message",
     [
         ("tcp://h:1?rank=0", 1, 2, "rank=1 contradicts rank in the store's URL: 0"),
         ("file:///f?world_size=3", 1, 2, "size=2 contradicts world_size in the store's URL: 3"),
@@ -141,7 +142,7 @@ def test_the_url_and_an_equal_argument_agree() -> None:
     assert resolve_spec("tcp://h:1?rank=01&world_size=2", 1, 2, {}).rank == 1
 
 
-@pytest.mark.parametrize(("store", "rank"), [(3, 0), (b"env://", 0), ("tcp://h:1", 1.0), ("tcp://h:1", True)])
+@cases("store, rank", [(3, 0), (b"env://", 0), ("tcp://h:1", 1.0), ("tcp://h:1", True)])
 def test_wrong_types_are_named(store: object, rank: object) -> None:
     with pytest.raises(TypeError, match=r"store must be a Store|rank must be an integer"):
         resolve_spec(store, rank, 2, {})  # type: ignore[arg-type]

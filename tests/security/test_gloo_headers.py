@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_headers_of_any_numbers(seed: int) -> None:
             take([first, choose.randbytes(100)], choose.choice([None, 8]))
 
 
-@pytest.mark.parametrize(
+@cases(
     "note",
     [
         (-1, 0, 0),
@@ -161,8 +162,8 @@ def test_notes_that_cannot_be(note: tuple[int, int, int]) -> None:
     assert "rank 1 sent a header that cannot be" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "what"),
+@cases(
+    "lengths, what",
     [
         ([0, 600_000], "a length that cannot be"),
         ([-1, 600_001], "a length that cannot be"),
@@ -279,23 +280,21 @@ def test_headers_of_messages_that_are_almost_right(seed: int) -> None:
             assert error is None or isinstance(error, BrokenError), error
 
 
-@pytest.mark.parametrize("code", [0, -1, 1 << 40, BYTE + 1, 2**63 - 1])
-@pytest.mark.parametrize("numel", [8, 0, -1])
+@cases("code, numel", product([0, -1, 1 << 40, BYTE + 1, 2**63 - 1], [8, 0, -1]))
 def test_a_dtype_that_does_not_exist(code: int, numel: int) -> None:
     error = tensor_received(TENSOR._replace(first=numel, second=code).pack() + b"\1" * 8)
     assert isinstance(error, BackendError)
     assert "rank 1 sent a header that cannot be" in str(error)
 
 
-@pytest.mark.parametrize("numel", [-1, -(2**63), 7, 9, 2**62])
-@pytest.mark.parametrize("kind", [Kind.TENSOR, Kind.TENSOR_OFFER])
+@cases("numel, kind", product([-1, -(2**63), 7, 9, 2**62], [Kind.TENSOR, Kind.TENSOR_OFFER]))
 def test_other_numbers_of_elements(numel: int, kind: int) -> None:
     error = tensor_received(TENSOR._replace(kind=kind, first=numel).pack() + b"\1" * 16)
     possible = 0 <= numel < 100 or (numel > 0 and kind == Kind.TENSOR_OFFER)
     assert isinstance(error, CollectiveMismatchError if possible else BackendError)
 
 
-@pytest.mark.parametrize(
+@cases(
     "header",
     [
         Header(0),

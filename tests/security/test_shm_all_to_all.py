@@ -10,11 +10,12 @@ from asynccomm.backends.shm.lowering import start
 from asynccomm.backends.shm.programs import Space
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 
 from ..backends.shm.world import each_executor, executors, submission  # noqa: F401, TID252
 
 
-@pytest.mark.parametrize("header", [(400, 100, 1), (4000, 100, 9), (0, 100, 0), (100, 0, 1), (1, 99, 1)], ids=str)
+@cases("header", [(400, 100, 1), (4000, 100, 9), (0, 100, 0), (100, 0, 1), (1, 99, 1)], ids=str)
 def test_a_header_that_does_not_fit(header: tuple[int, int, int]) -> None:
     group = CommInfo("test", 0, 2, torch.device("cpu"))
     mine, other = executors(2, chunk=2048)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -111,8 +112,7 @@ def taking(board: Executor) -> tuple[Any, list[int]]:
     return start(board, submission(Call(op, (), (), None, place=place), 0), 512), asked
 
 
-@pytest.mark.parametrize("at", range(3))
-@pytest.mark.parametrize("number", [LARGEST + 1, 2**60, 2**64 - 1])
+@cases("at, number", product(range(3), [LARGEST + 1, 2**60, 2**64 - 1]))
 def test_numbers_that_cannot_be(at: int, number: int) -> None:
     mine, theirs = pair()
     progress, asked = taking(mine)
@@ -126,9 +126,7 @@ def test_numbers_that_cannot_be(at: int, number: int) -> None:
     assert asked == []
 
 
-@pytest.mark.parametrize(
-    "header", [(0, 5000, 1), (3000, 0, 1), (1025, 0, 1), (0, 5000, 4), (2000, 5000, 3), (0, 0, 2**32)], ids=str
-)
+@cases("header", [(0, 5000, 1), (3000, 0, 1), (1025, 0, 1), (0, 5000, 4), (2000, 5000, 3), (0, 0, 2**32)], ids=str)
 def test_a_stream_that_ends_before_all_has_come(header: tuple[int, int, int]) -> None:
     """It would be taken as complete, with whatever was in the memory before."""
     mine, theirs = pair()

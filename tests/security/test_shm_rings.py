@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -154,8 +155,7 @@ def test_words_beside_the_ring(seed: int) -> None:
         go_on(world, guarded)
 
 
-@pytest.mark.parametrize("word", [0, 8])
-@pytest.mark.parametrize("value", [1, 63, 64, 1023, 2**63, 2**64 - 1])
+@cases("word, value", product([0, 8], [1, 63, 64, 1023, 2**63, 2**64 - 1]))
 def test_what_was_written_before_a_rank_came_is_nothing_to_go_by(word: int, value: int) -> None:
     """The ranks map the segment one after the other; a ring begins at 0 on both sides."""
     from asynccomm.backends.shm.fence import Fence
@@ -173,8 +173,7 @@ def test_what_was_written_before_a_rank_came_is_nothing_to_go_by(word: int, valu
             writer.put(SHORT)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "parcel"])
-@pytest.mark.parametrize("nbytes", [0, 8, 200])
+@cases("kind, nbytes", product(["tensor", "parcel"], [0, 8, 200]))
 def test_a_rank_keeps_no_more_than_a_ring_of_what_it_did_not_ask_for(kind: str, nbytes: int) -> None:
     world = World()
     tag, extra, length = (OBJECTS, nbytes, 0) if kind == "parcel" else (0, BYTE, nbytes)
@@ -244,8 +243,7 @@ def test_a_head_that_comes_a_byte_at_a_time_takes_no_more_than_its_bytes() -> No
     assert box.head == bytes(i % 251 for i in range(head))
 
 
-@pytest.mark.parametrize("length", [2**40, 2**60, 2**64 - 1])
-@pytest.mark.parametrize("tag", [0, OBJECTS])
+@cases("length, tag", product([2**40, 2**60, 2**64 - 1], [0, OBJECTS]))
 def test_an_offer_takes_no_memory(tag: int, length: int) -> None:
     world = World()
     world.recv(1, 0, torch.zeros(8, dtype=torch.uint8))

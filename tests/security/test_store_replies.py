@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import struct
+from itertools import product
 from typing import Any
 
 import pytest
@@ -75,8 +76,7 @@ def test_any_bytes(seed: int) -> None:
             feed(codec, choose.randbytes(choose.choice([1, 8, 40, 300])), choose)
 
 
-@pytest.mark.parametrize("length", [2**30 + 1, 2**40, 2**60, 2**63, 2**64 - 1])
-@pytest.mark.parametrize("count", [1, 3])
+@cases("length, count", product([2**30 + 1, 2**40, 2**60, 2**63, 2**64 - 1], [1, 3]))
 def test_a_length_takes_no_memory(length: int, count: int) -> None:
     with little_memory(64 << 20):
         codec = Codec()

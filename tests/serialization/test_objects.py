@@ -36,6 +36,7 @@ from asynccomm.serialization.objects import (
     pack_value,
     unpack_value,
 )
+from tests.cases import cases
 from tests.sampling import examples
 
 
@@ -88,7 +89,7 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("obj", PLAIN, ids=[f"{type(obj).__name__}-{i}" for i, obj in enumerate(PLAIN)])
+@cases("obj", PLAIN, ids=[f"{type(obj).__name__}-{i}" for i, obj in enumerate(PLAIN)])
 def test_plain_data_comes_back_without_torch(obj: object) -> None:
     assert form_of(obj) == 1
     back = through(obj)
@@ -116,7 +117,7 @@ def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     assert back.view(torch.uint8).equal(tensor.view(torch.uint8))
 
 
-@pytest.mark.parametrize(
+@cases(
     "tensor",
     [
         torch.tensor(3.5),

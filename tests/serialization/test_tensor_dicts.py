@@ -22,6 +22,7 @@ from asynccomm.serialization.tensor_dicts import (
     Slices,
     describe,
 )
+from tests.cases import cases
 from tests.sampling import examples
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def same(a: Any, b: Any) -> bool:
 T = torch.arange(6.0)
 
 
-@pytest.mark.parametrize(
+@cases(
     "tensor_dict",
     [
         {},
@@ -254,7 +255,7 @@ def test_mutated_heads_are_payload_errors(head: bytes, data: st.DataObject) -> N
 META = (9, False, (2,), 0, 0)
 
 
-@pytest.mark.parametrize(
+@cases(
     "value",
     [
         None,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asynccomm.errors import StoreError, StoreProtocolError
 from asynccomm.store.codec import MAX_KEY, MAX_KEYS, MAX_VALUE, Codec, Status
+from tests.cases import cases
 from tests.sampling import examples
 
 Exchange = tuple[Callable[[Codec], int], bytes, list[Any]]  # request, the server's answer, the values expected
@@ -91,8 +92,8 @@ def test_garbage_is_refused_for_good_or_understood(script: list[Exchange], piece
     assert asked, "bytes that answer nothing were accepted"
 
 
-@pytest.mark.parametrize(
-    ("request_", "answer", "message"),
+@cases(
+    "request_, answer, message",
     [
         (lambda c: c.check(["k"]), b"\x02", "status byte"),
         (lambda c: c.wait(["k"]), b"\x07", "status byte"),
@@ -151,7 +152,7 @@ def test_requests_of_one_turn_leave_in_one_piece() -> None:
     assert codec.unsent == 0
 
 
-@pytest.mark.parametrize("pieces", [[b"\x00"], [b"\x01"], [b"\x00\x01"], [b"\x00", b"\x01"]])
+@cases("pieces", [[b"\x00"], [b"\x01"], [b"\x00\x01"], [b"\x00", b"\x01"]])
 def test_a_cancelled_wait_reads_its_answer_whatever_won_the_race(pieces: list[bytes]) -> None:
     codec = Codec()
     codec.wait(["k"])
@@ -183,8 +184,8 @@ def test_torchs_own_keys_are_not_listed() -> None:
     assert codec.receive_data(number(2) + blob(b"init/") + blob(b"/a/b")) == [["a/b"]]
 
 
-@pytest.mark.parametrize(
-    ("request_", "limit"),
+@cases(
+    "request_, limit",
     [
         (lambda c: c.set("k" * (MAX_KEY + 1), b""), MAX_KEY),
         (lambda c: c.get("é" * MAX_KEY), MAX_KEY),
@@ -204,8 +205,8 @@ def test_what_the_server_would_drop_us_for_is_refused_here(request_: Callable[[C
     assert codec.outstanding == 0
 
 
-@pytest.mark.parametrize(
-    ("request_", "error", "message"),
+@cases(
+    "request_, error, message",
     [
         (lambda c: c.multi_set({"k": bytes(300 << 10)}), StoreError, "too much for one multi_set"),
         (lambda c: c.add("k", 2**63), ValueError, "64-bit"),

@@ -16,6 +16,7 @@ from asynccomm.store.routes import (
     network_id,
     reachable_addresses,
 )
+from tests.cases import cases
 
 
 def test_loopback_is_among_the_addresses_and_other_hosts_do_not_reach_it() -> None:
@@ -31,8 +32,8 @@ def test_an_interface_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         interface_addresses()
 
 
-@pytest.mark.parametrize(
-    ("address", "reachable"),
+@cases(
+    "address, reachable",
     [
         ("10.0.0.1", True),
         ("169.254.3.4", True),
@@ -50,7 +51,7 @@ def test_the_addresses_that_other_hosts_may_reach(address: str, reachable: bool)
     assert is_reachable(address) is reachable
 
 
-@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("no such host.", None)])
+@cases("host, address", [("127.0.0.1", "127.0.0.1"), ("no such host.", None)])
 def test_the_address_towards_a_host(host: str, address: str | None) -> None:
     assert address_towards(host, 9) == address
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-
 from asynccomm.testing.protocol import (
     CommCalls,
     DebuggerInput,
@@ -29,6 +27,7 @@ from asynccomm.testing.protocol import (
     Surroundings,
     TimedOut,
 )
+from tests.cases import cases
 
 FILTERS = Filters(["error"], [], ["ignore"])
 CALLS = CommCalls("key", "main", 2, [(1, "barrier()", "test_x.py:3")], False)
@@ -69,7 +68,7 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@cases("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_round_trip(message: object) -> None:
     copy = pickle.loads(pickle.dumps(message))
     assert copy == message

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from asynccomm.control.transport.schema import MessageError, dumps, loads
 from asynccomm.ops.validation import CommInfo
 from asynccomm.weights.layout import Layout, Region, Shard, Slice, Weights, collect
+from tests.cases import cases
 from tests.interop.world import world
 
 OWN = CommInfo("test", 0, 1, torch.device("cpu"))
@@ -94,7 +95,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@cases("name", BAD)
 def test_bad_states_are_named(name: str) -> None:
     state, options, message = BAD[name]
     with pytest.raises((TypeError, ValueError), match=message):

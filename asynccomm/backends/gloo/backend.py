@@ -174,6 +174,10 @@ class GlooBackend(Backend):
     def before_block(self, work: Work[Any]) -> None:
         self.before_await(work)
 
+    def withdraw(self, receive: Submission) -> None:
+        """Drop a receive if it is still posted: another backend has taken its claim. From any thread."""
+        self._p2p.withdraw(receive)
+
     def _complete(
         self, submission: Submission, steps: Sequence[Callable[[], object]], over: Callable[[], object] | None = None
     ) -> None:

@@ -98,7 +98,7 @@ class PointToPoint:
         self._lock = threading.Lock() if endpoint is None else endpoint.lock  # guards the fields below
         self._frames = frames
         self._on_error = on_error
-        self._queues: MatchQueues[Submission, _Incoming | Submission] = MatchQueues(size)
+        self._queues: MatchQueues[Submission, _Incoming | Submission] = MatchQueues(size, _take)
         self._finished: deque[Callable[[], object]] = deque()  # run without the lock
         self._broken = False
         self._gone: dict[int, str] = {}  # ranks without a connection any more, with the reason
@@ -123,6 +123,12 @@ class PointToPoint:
                 except Exception as exc:
                     self._fail(exc)
         self.settle()
+
+    def withdraw(self, receive: Submission) -> None:
+        """Drop a receive if it is still posted: another backend has taken its claim. From any thread."""
+        assert isinstance(receive.op, PeerOp)
+        with self._lock:
+            self._queues.withdraw_one(receive, receive.op.key)
 
     def spin(self, work: Work[Any]) -> None:
         """Receive on this thread for some time, before it waits for ``work``, if that has paid off recently."""
@@ -179,6 +185,8 @@ class PointToPoint:
                 self._send_to_self(op, submission)
             else:
                 self._send(op, submission)
+            return
+        if submission.claim is not None and submission.claim.winner is not None:
             return
         if self._endpoint is not None:  # so that the end of the sender shows
             for peer in range(self._size) if op.peer is None else (op.peer,):
@@ -411,7 +419,10 @@ class PointToPoint:
             self._check_any_source()
 
     def _check_any_source(self) -> None:
-        if len(self._gone) == self._size - 1 and self._gone and self._queues.withdraw(None):
+        if not self._gone or len(self._gone) < self._size - 1:
+            return
+        receives = self._queues.withdraw(None)
+        if any(receive.claim is None or receive.claim.give_up() for receive in receives):
             self._fail(BackendError(f"the connections of all other ranks have ended: {self._gone}"))
 
     def _lose(self, peer: int, submission: Submission) -> None:
@@ -451,6 +462,11 @@ class PointToPoint:
                 raise CollectiveMismatchError(send.work.seq, *sides)
             unpack(bytes_of(send.inputs[0]), recv.outputs)  # one side may be complex, the other real
         self._finished.extend([partial(_settled, recv), send.work.settle])
+
+
+def _take(receive: Submission) -> bool:
+    """Take the claim to a receive from any source; False: another backend has it."""
+    return receive.claim is None or receive.claim.take(receive)
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -8,21 +8,18 @@ out. Operations that share memory wait for each other (``gloo/hazard_tracker.py`
 Every collective has a step with all ranks of a host and a step with all leaders, and all steps carry a label made of
 the call (``labels``): ranks that call different collectives meet in such a step, and its backend finds the difference.
 
-Messages within a host use its first comm, those between hosts a gloo comm of all ranks; windows use both
+Messages within a host use its first comm, those between hosts a gloo comm of all ranks (``messages``); windows use both
 (``windows``). On one host, or with one rank on each, a single backend does everything.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Final, Self, TypeVar, final
 
 import torch
-from torch import Tensor
 
 from asynccomm.backends.base import (
     Backend,
@@ -37,6 +34,7 @@ from asynccomm.backends.base import (
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
+from asynccomm.backends.hierarchical.messages import PlacedMessages
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.backends.hierarchical.translation import translated
@@ -53,7 +51,6 @@ from asynccomm.ops import (
     AllToAllSingle,
     Barrier,
     Broadcast,
-    Call,
     Gather,
     Op,
     Parcels,
@@ -96,7 +93,6 @@ class HierarchicalBackend(Backend):
     name = "hierarchical"
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
     hints: ClassVar[Mapping[str, str]] = {**ShmBackend.hints, **GlooBackend.hints}
-    any_source = False  # a message may come by either way
     compares = True
 
     def __init__(
@@ -110,7 +106,6 @@ class HierarchicalBackend(Backend):
         self._lanes = lanes
         self._inside, self._between = messages
         self._context = context
-        self._mailbox = context.mailbox
         self._on_error = context.on_error
         #: the backend that does everything, on one host or with one rank on each
         self._only: Backend | None = None
@@ -122,7 +117,7 @@ class HierarchicalBackend(Backend):
             f"asynccomm-hierarchical-{context.group.name}", context.mailbox, lanes, context.on_error
         )
         self._in_flight = HazardTracker(self._start, self._not_started)
-        self._messages: dict[Work[Any], Work[Any]] = {}  # those within the host, by the Work that the comm has made
+        self._messages = PlacedMessages(where, *messages, self._pipeline, context.mailbox)
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
@@ -170,12 +165,9 @@ class HierarchicalBackend(Backend):
         if self._only is not None:
             self._only.submit(batch)
             return
-        for submission in batch:  # before any operation is started
-            if isinstance(submission.op, PeerOp) and submission.op.peer is None:
-                raise ValueError("backend 'hierarchical' cannot receive from any source; name one: src=")
         for submission in batch:
             if isinstance(submission.op, PeerOp):
-                self._send_or_receive(submission, submission.op)
+                self._messages.submit(submission, submission.op)
                 continue
             try:
                 self._in_flight.submit(submission)
@@ -194,51 +186,6 @@ class HierarchicalBackend(Backend):
         error.__cause__ = exc
         self._on_error(error)
 
-    # -- messages ------------------------------------------------------------------------------------------------------
-
-    def _send_or_receive(self, submission: Submission, op: PeerOp) -> None:
-        """Give a message to the backend that leads to its other end."""
-        where = self.placement
-        peer = op.peer
-        assert peer is not None
-        if self._inside is not None and where.is_local(peer):
-            inside = (self._numbered_inside(submission, op, where.position_of(peer)),)
-            self._pipeline.call(partial(self._inside.submit, inside))
-        else:
-            assert self._between is not None
-            self._between.submit((submission,))
-
-    def _numbered_inside(self, submission: Submission, op: Any, peer: int) -> Submission:
-        """``submission`` with the numbers that the ranks have on this host."""
-        local, outer = self.placement.local, submission.work
-
-        def place(source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
-            assert submission.place is not None
-            return submission.place(local[source], head, {local[rank]: n for rank, n in lengths.items()})
-
-        def settled(work: Work[Any]) -> None:
-            self._messages.pop(outer, None)
-            if not op.is_send:
-                outer.source = op.peer
-            outer.settle(work.take_error())
-
-        inner = replace(op, peer=peer)
-        work: Work[Any] = Work(inner, outer.seq, self._mailbox, value=None, timeout=math.inf, on_settled=settled)
-        call = Call(
-            inner,
-            submission.inputs,
-            submission.outputs,
-            None,
-            parcels=submission.parcels,
-            place=None if submission.place is None else place,
-            begin=submission.begin,
-            copies=submission.copies,
-        )
-        found = Submission(call, work, detached=True)
-        found.nbytes = submission.nbytes
-        self._messages[outer] = work
-        return found
-
     # -- windows -------------------------------------------------------------------------------------------------------
 
     async def window(self, window: WindowInfo) -> BackendWindow:
@@ -255,18 +202,16 @@ class HierarchicalBackend(Backend):
     def before_await(self, work: Work[Any]) -> None:
         if self._only is not None:
             self._only.before_await(work)
-        elif (message := self._messages.get(work)) is not None:
-            assert self._inside is not None
-            self._inside.before_await(message)
+        elif isinstance(work.op, PeerOp):
+            self._messages.before_await(work)
         else:
             self._pipeline.before_await(work)
 
     def before_block(self, work: Work[Any]) -> None:
         if self._only is not None:
             self._only.before_block(work)
-        elif (message := self._messages.get(work)) is not None:
-            assert self._inside is not None
-            self._inside.before_block(message)
+        elif isinstance(work.op, PeerOp):
+            self._messages.before_block(work)
         else:
             self._pipeline.before_block(work)
 

@@ -459,8 +459,7 @@ WorkState *core_new_work(const FastPath *f, const Entry *entry, PyObject *result
     return work;
 }
 
-/* A call as `Called` in submission.py has it; finished: negative while pending. */
-static PyObject *called(PyObject *op, PyObject *site, long long seq, double started, double finished)
+PyObject *core_called(PyObject *op, PyObject *site, long long seq, double started, double finished)
 {
     PyObject *end = finished < 0 ? Py_None : PyFloat_FromDouble(finished), *call = end ? PyTuple_New(5) : NULL;
     if (finished < 0) Py_INCREF(Py_None);
@@ -475,21 +474,25 @@ static PyObject *called(PyObject *op, PyObject *site, long long seq, double star
     return call;
 }
 
-int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started, double finished)
+static int append(PyObject *deque, PyObject *item)
 {
-    PyObject *call = called(op, site, seq, started, finished);
-    PyObject *none = call ? PyObject_CallMethodObjArgs(f->recent, name_append, call, NULL) : NULL;
-    Py_XDECREF(call), Py_XDECREF(none);
+    PyObject *none = PyObject_CallMethodObjArgs(deque, name_append, item, NULL);
+    Py_XDECREF(none);
     return none ? 0 : -1;
 }
 
-void core_note(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started, double finished)
+int core_remember(const FastPath *f, PyObject *call) { return append(f->recent, call); }
+
+void core_note(const FastPath *f, PyObject *call)
 {
-    if (!f->counts->watchers) return;
-    PyObject *call = called(op, site, seq, started, finished);
-    PyObject *none = call ? PyObject_CallFunctionObjArgs(f->note, call, NULL) : NULL;
-    if (!none) PyErr_WriteUnraisable(f->note);
-    Py_XDECREF(call), Py_XDECREF(none);
+    if (!f->counts->noted_calls) return;
+    int failed = append(f->notes, call);
+    if (!failed && PyObject_Size(f->notes) >= f->counts->noted_calls) {
+        PyObject *none = PyObject_CallNoArgs(f->note);
+        failed = !none;
+        Py_XDECREF(none);
+    }
+    if (failed) PyErr_WriteUnraisable(f->note);
 }
 
 /* Take note of a call that is done; its Work. */
@@ -498,12 +501,14 @@ static PyObject *finish(FastPath *f, const Entry *entry, PyObject *result, PyObj
     long long seq = (*(entry->peer < 0 ? &f->counts->collectives : &f->counts->messages))++; /* before Python code can run */
     f->counts->submitted++, f->counts->nbytes += entry->size;
     double finished = monotonic();
-    WorkState *work = core_remember(f, entry->op, site, seq, started, finished) ? NULL : core_new_work(f, entry, result, site, started);
+    PyObject *call = core_called(entry->op, site, seq, started, finished);
+    WorkState *work = !call || core_remember(f, call) ? NULL : core_new_work(f, entry, result, site, started);
     if (work && entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
     if (work) {
         work->seq = seq, work->finished = finished, work->done = 1;
-        core_note(f, entry->op, site, seq, started, finished);
+        core_note(f, call);
     }
+    Py_XDECREF(call);
     return (PyObject *)work;
 }
 
@@ -686,7 +691,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(recent) DO(note) DO(profiler) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
+    DO(files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
     DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -739,7 +744,7 @@ static DLPackTable *table_of(PyObject *tensor)
     return table;
 }
 
-/* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, note,
+/* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, notes, note,
  * profiler, lock, driven, queue, inbox, tensor, parameter, values, patience, short_bytes, thread_patience,
  * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
@@ -748,9 +753,9 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     long long short_bytes;
     double patience, thread_patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOO!OOOOOOO!dLd(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOOO!OOOOOOO!dLd(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
-                                  &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->note, &PyDict_Type,
+                                  &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->notes, &f->note, &PyDict_Type,
                                   &f->profiler, &f->lock, &f->driven,
                                   &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &short_bytes, &thread_patience,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,

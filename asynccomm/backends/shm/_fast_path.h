@@ -101,7 +101,7 @@ typedef struct {
     RankPosition *state;
     CallCounts *counts;
     PyTypeObject *work_type;
-    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *recent, *note, *profiler, *lock, *driven, *queue, *inbox;
+    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *recent, *notes, *note, *profiler, *lock, *driven, *queue, *inbox;
     DLPackTable *table;
     PyTypeObject *tensor, *parameter;
     Scopes scopes;
@@ -144,11 +144,15 @@ void core_place(const Entry *entry, char *const *data);
 /* Begin the collective of an entry as number `number`, on tensors at these addresses, and run it as far as possible. */
 int core_start(FastPath *f, Entry *entry, char *const *data, long long number);
 
-/* Note a call for diagnoses: (op, site, seq, started); -1 with an exception. */
-int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started, double finished);
+/* A call as `Called` in watchers.py has it; finished: negative while pending. */
+PyObject *core_called(PyObject *op, PyObject *site, long long seq, double started, double finished);
 
-/* Report a call that is done to the watchers of the comm, if there are any. Runs Python code; raises nothing. */
-void core_note(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started, double finished);
+/* Keep a call for diagnoses; -1 with an exception. */
+int core_remember(const FastPath *f, PyObject *call);
+
+/* Note a call that is done for the watchers of the comm, if there are any, and let them have the notes when there are
+ * enough. May run Python code; raises nothing. */
+void core_note(const FastPath *f, PyObject *call);
 
 /* A Work of a call, not settled, or NULL with an exception. */
 WorkState *core_new_work(const FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started);

@@ -415,13 +415,17 @@ static int conclude(Flush *flush, int gc)
     for (int k = 0; k < flush->count; k++) f->counts->nbytes += flush->calls[k]->entry->size;
     for (int k = flush->count > f->remembered ? flush->count - f->remembered : 0; k < flush->count && !failed; k++) {
         WorkState *work = flush->calls[k]->work;
-        failed = core_remember(f, work->op, work->site, work->seq, work->started, work->finished);
+        PyObject *call = core_called(work->op, work->site, work->seq, work->started, work->finished);
+        failed = !call || core_remember(f, call);
+        Py_XDECREF(call);
     }
     for (int g = 0; g < done && !failed; g++)
         for (int k = flush->groups[g].first; k >= 0 && !failed; k = flush->next[k]) {
             WorkState *work = flush->calls[k]->work;
-            failed = settle(f, work, now);
-            if (!failed) core_note(f, work->op, work->site, work->seq, work->started, now);
+            PyObject *call = core_called(work->op, work->site, work->seq, work->started, now);
+            failed = !call || settle(f, work, now);
+            if (!failed) core_note(f, call);
+            Py_XDECREF(call);
         }
     if (failed) core_break_comm(f);
     return failed ? -1 : 0;

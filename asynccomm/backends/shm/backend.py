@@ -109,6 +109,10 @@ class ShmBackend(Backend):
     def submit(self, batch: Sequence[Submission]) -> None:
         self._engine.submit(batch)
 
+    def withdraw(self, receive: Submission) -> None:
+        """Settle a receive: another backend has taken its claim. From any thread."""
+        self._engine.withdraw(receive)
+
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         return self._engine.fast_path(calls)
 

@@ -150,6 +150,11 @@ class Engine:
                 if not submission.work.done():
                     self._without_loop(submission.work)
 
+    def withdraw(self, receive: Submission) -> None:
+        """Settle a receive: another backend has taken its claim. From any thread."""
+        self._messages.withdraw(receive)
+        self._drive()
+
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         """See ``Backend.fast_path``."""
         limits = Limits(self.inline_bytes, self._whole_bytes, self.patience)

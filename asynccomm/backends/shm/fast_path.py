@@ -108,6 +108,7 @@ def fast_path(
         call_site if calls.records_sites else None,
         user_files,
         calls.recent,
+        calls.notes,
         calls.note,
         vars(profiler),
         calls.lock,

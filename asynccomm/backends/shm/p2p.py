@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, final
 
@@ -92,7 +93,10 @@ class Messages:
         self._ring, self._failed, self._grown = ring, failed, grown
         self._state = RankPosition() if state is None else state
         self._tally = tally = Tally(done, self._state)
-        self._matching: MatchQueues[Submission, Kept | Offer | Outgoing] = MatchQueues(mapped.layout.size)
+        self._matching: MatchQueues[Submission, Kept | Offer | Outgoing] = MatchQueues(
+            mapped.layout.size, partial(_take, tally)
+        )
+        self._withdrawn: deque[Submission] = deque()
         link_state: Callable[[int], Any] = segment.link if segment is not None else lambda _: LinkState()
         self._links = {
             peer: Link(mapped, rank, peer, fence, ring, tally, link_state(peer), segment is not None)
@@ -116,6 +120,9 @@ class Messages:
         op = submission.op
         assert isinstance(op, PeerOp)
         if not op.is_send:
+            if submission.claim is not None and submission.claim.winner is not None:
+                self._tally.over(submission)
+                return
             tag = _tag(op)
             found = self._matching.post(submission, op.peer, tag)
             if found is not None:
@@ -130,6 +137,10 @@ class Messages:
         if not link.send(message):
             self._writing.add(link)
 
+    def withdraw(self, receive: Submission) -> None:
+        """Have the next ``progress`` finish a receive: another backend has taken its claim. From any thread."""
+        self._withdrawn.append(receive)
+
     def progress(self, pace: Pace = NO_WAIT) -> bool:
         """Read all frames that have arrived, and write as many as fit. Returns whether anything was read or written.
 
@@ -137,6 +148,12 @@ class Messages:
             pace: of transfers in C; nothing else waits.
         """
         moved = self._segment is not None and self._transfer(self._segment, pace)
+        while self._withdrawn:
+            receive = self._withdrawn.popleft()
+            assert isinstance(receive.op, PeerOp)
+            if self._matching.withdraw_one(receive, _tag(receive.op)):
+                self._tally.over(receive)
+                moved = True
         words = self._words
         for head_at, reader, link in self._reading:
             if words[head_at] != reader.state.tail:
@@ -198,7 +215,11 @@ class Messages:
         self._writing.discard(link)
         lost = [*self._matching.withdraw(peer), *link.abandon()]
         if all(other.state.gone for other in self._links.values()):
-            lost += self._matching.withdraw(None)
+            for receive in self._matching.withdraw(None):
+                if receive.claim is None or receive.claim.give_up():
+                    lost.append(receive)
+                else:
+                    self._tally.over(receive)
         self._tally.pending -= len(lost)
         return lost
 
@@ -422,6 +443,14 @@ class Messages:
 
     def _stop_reading(self, link: Link) -> None:
         self._reading = [entry for entry in self._reading if entry[2] is not link]
+
+
+def _take(tally: Tally, receive: Submission) -> bool:
+    """Take the claim to a receive; False: another backend has it, and the receive is over here."""
+    if receive.claim is None or receive.claim.take(receive):
+        return True
+    tally.over(receive)
+    return False
 
 
 def _tag(op: PeerOp) -> int:

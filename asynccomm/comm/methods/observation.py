@@ -39,7 +39,7 @@ class Observation(CommBase):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"size must be a positive integer, got {size!r}")
         self._submitter.check_open()
-        stream = EventStream(self._submitter.mailbox, size, self._submitter.unwatch)
+        stream = EventStream(self._submitter.mailbox, size, self._submitter.watchers, self._submitter.unwatch)
         self._submitter.watch(stream)
         return stream
 

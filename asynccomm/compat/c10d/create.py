@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 from torch.distributed import distributed_c10d as _torch
 
-from asynccomm.backends.registry import backend_names
+from asynccomm.backends.names import backend_names
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.compat.c10d.backends import Backend, BackendConfig, is_gloo_available, is_nccl_available

@@ -61,6 +61,8 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple, TypeAlias, final
 
+from msgspec.structs import replace
+
 from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
@@ -150,7 +152,7 @@ class Coordinator:
         if isinstance(who, int) and who not in self._known:
             raise MessageError(f"rank {who} is not of the comm")
         if report is not None:
-            self._check(who, report)
+            report = self._checked(who, report)
         if who in self._gone:
             return
         if report is not None and report.state is ParticipantState.OUT:
@@ -241,7 +243,7 @@ class Coordinator:
                     return False
                 continue
             report = self._received[who].report
-            if report is None or report.decision != decision:
+            if report is None or not _same(report.decision, decision):
                 return False
             if report.state not in (ParticipantState.PREPARED, ParticipantState.COMMITTED):
                 return False
@@ -250,7 +252,7 @@ class Coordinator:
     def _withdraw_stale(self, now: float, out: list[Letter]) -> None:
         """Withdraw all decisions that no member can commit any more."""
         for who, report in self._reports():
-            if report.decision is None or report.decision == self.decision:
+            if report.decision is None or _same(report.decision, self.decision):
                 continue
             if report.state is ParticipantState.COMMITTED:
                 self._exclude(who, "while it was silent, the members of its comm went on without it", out)
@@ -292,11 +294,12 @@ class Coordinator:
         decision = View(self._fresh(), self._by, attempt, members, plain(self._place(members)))
         self._made.add(decision.key)
         self._round = _Attempt(decision, now)
+        proposed = frozenset(proposal)
         for one in proposal:
-            if one not in members and one not in self._gone:
+            if one not in self._round.members and one not in self._gone:
                 self._round.reasons[one] = "it did not answer" if one in self._silent else "it did not come in time"
         for one in wants:
-            if one not in proposal:
+            if one not in proposed:
                 self._round.reasons[one] = f"{describe_participant(proposer)} does not propose it"
         out += [(who, Prepare(decision)) for who in members]
         return True
@@ -334,17 +337,18 @@ class Coordinator:
         for who, report in self._reports():
             if report.state is ParticipantState.REFUSED:
                 continue
-            if report.decision == decision and report.state is ParticipantState.PREPARED:
+            if _same(report.decision, decision) and report.state is ParticipantState.PREPARED:
                 if who not in self._round.told:
                     self._round.told.add(who)
                     out.append((who, Commit(decision.key)))
-            elif report.decision != decision or report.state is not ParticipantState.COMMITTED:
+            elif not _same(report.decision, decision) or report.state is not ParticipantState.COMMITTED:
                 why = f": {self._round.reasons[who]}" if who in self._round.reasons else ""
                 self._exclude(who, f"the comm goes on as {describe_many(decision.members)}{why}", out)
         taken = self._committed_members()
         pending = set(decision.members) - taken - self._gone.keys() - self._silent
         if not pending or now >= self._round.since + self._patience:
-            out += [(who, Finalized(decision.key)) for who in decision.members if who in taken - self._round.over]
+            fresh = taken - self._round.over
+            out += [(who, Finalized(decision.key)) for who in decision.members if who in fresh]
             self._round.over |= taken
 
     # queries
@@ -390,11 +394,22 @@ class Coordinator:
             until = min(until, max(since for since, _ in asked) + COMING)
         return max(until, *(self._retry_deadlines.get(who, -math.inf) for who in missing))
 
+    def _checked(self, who: ParticipantId, report: StatusReport) -> StatusReport:
+        """``report``, with the decision in progress as the same object: each of many ranks reports it several times.
+
+        Raises: MessageError: the participant cannot have made this report.
+        """
+        attempt, decision = self._round, report.decision
+        usual = attempt is not None and report.proposal is None and who in attempt.members
+        if attempt is None or not usual or not _same(decision, attempt.decision):
+            self._check(who, report)
+        elif decision is not attempt.decision:
+            return replace(report, decision=attempt.decision)
+        return report
+
     def _check(self, who: ParticipantId, report: StatusReport) -> None:
         """Raises: MessageError: the participant cannot have made this report."""
         decision = report.decision
-        if decision is not None and report.proposal is None and decision == self.decision and who in decision.members:
-            return  # the usual report, from each of many ranks
         for members in (report.proposal, None if decision is None else decision.members):
             if members is not None:
                 check_proposal(members, self._known)
@@ -408,7 +423,8 @@ class Coordinator:
     def _committed_members(self) -> set[ParticipantId]:
         assert self._round is not None
         decision = self._round.decision
-        return {who for who, r in self._reports() if r.state is ParticipantState.COMMITTED and r.decision == decision}
+        committed = ParticipantState.COMMITTED
+        return {who for who, r in self._reports() if r.state is committed and _same(r.decision, decision)}
 
     def _finite(self, when: float) -> float | None:
         return when if math.isfinite(when) else None
@@ -468,6 +484,10 @@ class Coordinator:
         self._received[who] = _Received(None, now)
 
 
+def _same(one: View | None, other: View | None) -> bool:
+    return one is other or (one is not None and other is not None and one.key == other.key and one == other)
+
+
 class _Received(NamedTuple):
     report: StatusReport | None
     since: float
@@ -482,10 +502,11 @@ class _InProposal(NamedTuple):
 class _Attempt:
     """A decision in progress."""
 
-    __slots__ = ("committed", "decision", "over", "reasons", "since", "told")
+    __slots__ = ("committed", "decision", "members", "over", "reasons", "since", "told")
 
     def __init__(self, decision: View, since: float, committed: bool = False) -> None:
         self.decision = decision
+        self.members = frozenset(decision.members)
         self.since = since  # time of the decision, or of its commit
         self.committed = committed
         self.told: set[ParticipantId] = set()  # members that were sent Commit

@@ -35,6 +35,7 @@ ENDED: Final = "its control connection ended"  # the prefix of most reasons
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 _open: set[Connection] = set()
+_last: tuple[object, bytes] = (None, b"")  # the last message sent, and its frame: often it goes to many peers
 
 
 @final
@@ -150,11 +151,11 @@ class Connection(asyncio.Protocol):
         self._read()
 
     def send(self, message: object) -> None:
-        """Queue ``message`` for sending."""
+        """Queue ``message``, which does not change any more, for sending."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        transport.write(encode(message))
+        transport.write(_encoded(message))
         if transport.get_write_buffer_size() > UNSENT_BYTES:
             self.drop("it does not read its messages")
 
@@ -362,3 +363,12 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _encoded(message: object) -> bytes:
+    global _last
+    last, frame = _last
+    if message is not last:
+        frame = encode(message)
+        _last = message, frame
+    return frame

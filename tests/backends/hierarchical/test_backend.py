@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from asynccomm import CollectiveMismatchError, Comm, ReduceOp, new_comm
-from asynccomm.backends.base import Backend, Submission
 from asynccomm.backends.hierarchical.backend import HierarchicalBackend
 from asynccomm.backends.shm import backend as shm_module
 from asynccomm.core.work import Work
@@ -29,6 +27,8 @@ SAMPLE = [  # of each way through the backend one or two: its parts have quick t
     "mixed_operations_in_flight",
     "wait_blocks_threads_but_never_the_loop",
     "messages_keep_their_order_and_tags",
+    "receives_from_any_source",
+    "objects_from_any_source",
     "abort_ends_everybody",
     "deadlines_name_who_is_missing",
 ]
@@ -108,6 +108,36 @@ async def test_hints_of_both_engines_are_taken(monkeypatch: pytest.MonkeyPatch) 
         assert comm.options.hints == {**HINTS, "gloo_threads": "1", "spin_us": "0"}
 
 
+@pytest.mark.parametrize(
+    ("exclude", "backends"), [((3, 1), ["hierarchical", "gloo"]), ((2, 2), ["hierarchical", "shm"]), ((0, 1), None)]
+)
+@pytest.mark.ranks(4)
+async def test_a_shrink_chooses_the_backend_of_the_hosts_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, exclude: tuple[int, int], backends: list[str] | None
+) -> None:
+    """From 2x2, one rank after the other goes; each comm works. The backend of a name stays that one."""
+    async with comm_on(monkeypatch, LAYOUTS["2x2"]) as everybody:
+        comm = await new_comm("hierarchical" if backends is None else "auto", name="large", timeout=50, hints=HINTS)
+        comms, found = [comm], []
+        for out in exclude:
+            if comm.rank == out:
+                break
+            comm = await comm.shrink([out])
+            comms.append(comm)
+            found.append(comm.backend)
+            tensor = torch.full((5,), float(comm.rank))
+            await comm.all_reduce(tensor)
+            assert tensor.tolist() == [sum(range(comm.size))] * 5
+            following = comm.send(torch.tensor([comm.rank]), (comm.rank + 1) % comm.size)
+            work = comm.recv(torch.zeros(1, dtype=torch.int64))
+            assert (await work).item() == work.source == (comm.rank - 1) % comm.size
+            await following
+        assert found == (backends or ["hierarchical"] * 2)[: len(found)]
+        await everybody.barrier()
+        for each in reversed(comms):
+            await each.aclose()
+
+
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
@@ -139,83 +169,6 @@ async def test_many_operations_of_all_sizes_at_once(monkeypatch: pytest.MonkeyPa
         assert works[-1].result() == [0, 1, 2, 3]
         for tensor in tensors:
             assert tensor.min() == tensor.max() == 4 * tensor.numel()
-
-
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks(4)
-async def test_messages_go_by_memory_or_network_as_the_peer_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with comm_on(monkeypatch, LAYOUTS["mixed"]) as comm:
-        backend = hierarchical(comm)
-        ways: dict[str, list[int]] = {"inside": [], "between": []}
-
-        def counted(inner: Backend, name: str) -> None:
-            submit = inner.submit
-
-            def count(batch: Sequence[Submission]) -> None:
-                ways[name] += [len(batch)]
-                submit(batch)
-
-            monkeypatch.setattr(inner, "submit", count)
-
-        assert backend._inside is not None
-        assert backend._between is not None
-        counted(backend._inside, "inside")
-        counted(backend._between, "between")
-        for peer in range(4):
-            send = comm.send(torch.tensor([comm.rank * 10 + peer]), peer, 5)
-            got = torch.empty(1, dtype=torch.int64)
-            work = comm.recv(got, peer, 5)
-            await work
-            assert (got.item(), work.source) == (peer * 10 + comm.rank, peer)
-            await send
-            sent = comm.send_object({"from": comm.rank}, peer)
-            received = comm.recv_object(peer)
-            assert await received == {"from": peer}
-            assert received.source == peer
-            await sent
-        # of four peers two are on this host, this rank among them; two sends and two receives each
-        assert {name: sum(counts) for name, counts in ways.items()} == {"inside": 8, "between": 8}
-
-
-@pytest.mark.ranks(4)
-async def test_a_receive_from_any_source_is_refused_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with comm_on(monkeypatch, LAYOUTS["2x2"]) as comm:
-        with pytest.raises(ValueError, match="backend 'hierarchical' cannot receive from any source; name one: src="):
-            comm.recv(torch.empty(1))
-        with pytest.raises(ValueError, match="src="):
-            comm.recv_object()
-        await comm.barrier()
-
-
-@pytest.mark.ranks(3)
-async def test_messages_never_meet_those_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scatter's root gives the data to the leader of its host, in as many bytes as the message has."""
-    async with comm_on(monkeypatch, "aab") as comm:
-        message, out = torch.zeros(12, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-        parts = list(torch.arange(12, dtype=torch.uint8).split(4)) if comm.rank == 1 else None
-        receive = comm.recv(message, 1) if comm.rank == 0 else None
-        await comm.barrier()
-        await comm.scatter(out, parts, root=1, timeout=20)
-        if comm.rank == 1:
-            await comm.send(torch.full((12,), 100, dtype=torch.uint8), 0)
-        assert out.tolist() == [4 * comm.rank + n for n in range(4)]
-        if receive is not None:
-            await receive
-            assert message.tolist() == [100] * 12
-
-
-@pytest.mark.ranks(3)
-async def test_messages_that_do_not_fit_are_named_with_the_numbers_of_the_comm(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with comm_on(monkeypatch, "abb") as comm:
-        await comm.barrier()
-        if comm.rank == 1:
-            comm.send(torch.ones(3), 2)
-        with pytest.raises(CollectiveMismatchError) as raised:  # by the call, if the error has come before it
-            await (comm.recv(torch.empty(4), 1) if comm.rank == 2 else comm.barrier())
-        assert {raised.value.rank, raised.value.other_rank} == {1, 2}
-        assert "send(float32[3], dst=2, tag=0)" in str(raised.value)
 
 
 # -- mismatches -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from asynccomm.backends.hierarchical.bundles import ALL, Item, bundle, unbundled
 from asynccomm.errors import BackendError, CollectiveMismatchError, PayloadError
 from asynccomm.ops import AllToAll, Call, Parcel, Parcels
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 
 from .world import WORLDS, World
 
@@ -129,7 +130,7 @@ def test_a_bundle_and_back() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@cases(
     "head",
     [
         b"",

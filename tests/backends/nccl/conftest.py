@@ -17,7 +17,7 @@ World = Callable[..., AbstractAsyncContextManager[list[Comm]]]
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._BUILTIN, "simulated", (simulation.__name__, "SimulatedBackend"))
+    monkeypatch.setitem(registry.BUILTIN, "simulated", (simulation.__name__, "SimulatedBackend"))
 
 
 @pytest.fixture

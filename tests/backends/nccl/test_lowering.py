@@ -309,7 +309,7 @@ def test_what_is_not_plain_is_received_in_memory_beside_it(tensor: Tensor) -> No
     assert torch.equal(tensor, values)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2)])
+@cases("shape", [(2,), (2, 1), (1, 2)])
 def test_all_gather_single(shape: tuple[int, ...]) -> None:
     source, output = torch.ones(shape), torch.zeros(3, 2)
     plan = plan_of(AllGatherSingle.of(group(1, 3), output, source), rank=1, size=3)
@@ -317,7 +317,7 @@ def test_all_gather_single(shape: tuple[int, ...]) -> None:
     assert steps(plan) == (0, 0)
 
 
-@pytest.mark.parametrize("rank", range(3))
+@cases("rank", range(3))
 def test_all_gather_in_place_needs_no_copy(rank: int) -> None:
     output = torch.zeros(6)
     plan = plan_of(AllGatherSingle.of(group(rank, 3), output, output[2 * rank : 2 * rank + 2]), rank=rank, size=3)
@@ -328,7 +328,7 @@ def test_all_gather_in_place_needs_no_copy(rank: int) -> None:
     assert told(plan, output) == [("all_gather", f"0+{8 * rank}", "0+0", 8, BYTE, -1)]
 
 
-@pytest.mark.parametrize("start", [1, 2, 3])
+@cases("start", [1, 2, 3])
 def test_all_gather_of_something_else_within_the_output_copies_it(start: int) -> None:
     output = torch.zeros(4)
     source = torch.cat([output, torch.zeros(1)])  # one behind the end, for start 3
@@ -357,7 +357,7 @@ def test_all_gather_into_any_list_is_the_same_call() -> None:
     assert steps(plan) == (0, 3)
 
 
-@pytest.mark.parametrize("adjoin", [False, True])
+@cases("adjoin", [False, True])
 def test_all_gather_of_uneven_shares(adjoin: bool) -> None:
     counts = [1, 0, 3]
     outputs = list(torch.zeros(4).split(counts)) if adjoin else [torch.zeros(n) for n in counts]
@@ -493,7 +493,7 @@ def test_all_to_all_of_uneven_shares() -> None:
 # -- messages, which are NCCL's own only within a graph ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool])
+@cases("dtype", [torch.float32, torch.complex64, torch.bool])
 def test_messages_are_bytes(dtype: torch.dtype) -> None:
     tensor = sample(0, (3,), dtype)
     plan = plan_of(Send.of(group(), tensor, 1, 0), Recv.of(group(), tensor, 1, 0))
@@ -536,7 +536,7 @@ def test_what_nccl_can_reduce_is_reduced_where_it_is(dtype: torch.dtype, op: Red
     assert steps(plan) == (0, 0)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@cases("dtype", FLOATS)
 def test_floats_are_averaged_by_nccl(dtype: torch.dtype) -> None:
     tensor = sample(0, (3,), dtype)
     plan = plan_of(AllReduce.of(group(), tensor, ReduceOp.AVG))
@@ -544,8 +544,8 @@ def test_floats_are_averaged_by_nccl(dtype: torch.dtype) -> None:
     assert only(plan).reduction is RedOpType.AVG
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wide"),
+@cases(
+    "dtype, wide",
     [
         (torch.int8, torch.int32),
         (torch.uint8, torch.int32),
@@ -565,8 +565,8 @@ def test_integers_are_added_wide_and_divided_afterwards(dtype: torch.dtype, wide
     assert tensor.tolist() == [100] * 3, "201 / 2, towards zero, and without a wrap"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wide", "count"),
+@cases(
+    "dtype, wide, count",
     [(torch.int16, torch.int32, 3), (torch.uint16, torch.int32, 3), (torch.complex32, torch.float32, 6)],
 )
 def test_what_nccl_cannot_add_is_widened(dtype: torch.dtype, wide: torch.dtype, count: int) -> None:
@@ -630,8 +630,8 @@ def test_one_factor_serves_several_tensors_of_an_operation() -> None:
     assert len({call.factor.data_ptr() for call in plan.calls if call.factor is not None}) == 1
 
 
-@pytest.mark.parametrize(
-    ("dtype", "factor", "wide"),
+@cases(
+    "dtype, factor, wide",
     [
         (torch.int32, 3, torch.int32),
         (torch.uint8, torch.tensor(3), torch.uint8),
@@ -669,7 +669,7 @@ def test_bxor_of_bools_is_gathered_and_the_rest_is_not() -> None:
     assert told(plan, tensor) == [("all_gather", "0+0", "new", 3, BYTE, -1)]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@cases("rank", [0, 1])
 def test_bitwise_reduce_sends_to_the_root_only(rank: int) -> None:
     tensor = sample(rank, (2,), torch.int32)
     plan = plan_of(Reduce.of(group(rank), tensor, 1, ReduceOp.BAND), rank=rank)
@@ -712,7 +712,7 @@ def test_an_output_of_its_own_is_reduced_in() -> None:
     assert steps(plan) == (0, 1)
 
 
-@pytest.mark.parametrize("start", [0, 1])
+@cases("start", [0, 1])
 def test_an_output_across_the_input_is_reduced_from_a_copy(start: int) -> None:
     memory = torch.arange(5.0)
     plan = plan_of(AllReduce.of(group(), memory[1 - start :][:3], ReduceOp.SUM, memory[start:][:3]))
@@ -736,7 +736,7 @@ def test_all_reduce_of_several_is_a_call_each() -> None:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
+@cases("dtype", [torch.float32, torch.int16])
 def test_a_tensor_that_is_there_twice_is_reduced_once(dtype: torch.dtype) -> None:
     tensors = [torch.full((2,), rank + 1, dtype=dtype) for rank in range(2)]
     calls = [AllReduce.of_several(group(r), [tensors[r], tensors[r]], ReduceOp.SUM) for r in range(2)]
@@ -751,7 +751,7 @@ def test_tensors_that_share_memory_are_each_reduced_once() -> None:
     assert [tensor.tolist() for tensor in memory] == [[0, 2, 4]] * 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@cases("rank", [0, 1])
 def test_reduce_scatter_single(rank: int) -> None:
     source, output = torch.ones(4), torch.zeros(2)
     plan = plan_of(ReduceScatterSingle.of(group(rank), output, source, ReduceOp.AVG), rank=rank)
@@ -766,7 +766,7 @@ def test_reduce_scatter_single(rank: int) -> None:
     assert steps(plan) == (1, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool, torch.uint64])
+@cases("dtype", [torch.float32, torch.complex64, torch.bool, torch.uint64])
 def test_reduce_scatter_of_a_list_that_adjoins_is_one_call(dtype: torch.dtype) -> None:
     whole, output = sample(0, (5,), dtype)[1:], sentinel((2,), dtype)
     plan = plan_of(ReduceScatter.of(group(), output, list(whole.split(2)), ReduceOp.SUM))

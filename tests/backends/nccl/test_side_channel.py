@@ -84,7 +84,7 @@ class Second(Fake):
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """``"auto"`` tries First, then Second."""
     for fake in (First, Second):
-        monkeypatch.setitem(registry._BUILTIN, fake.name, (__name__, fake.__name__))
+        monkeypatch.setitem(registry.BUILTIN, fake.name, (__name__, fake.__name__))
         monkeypatch.setattr(fake, "contexts", [])
         monkeypatch.setattr(fake, "error", None)
     monkeypatch.setattr(registry, "import_module", lambda name: _Here)
@@ -317,7 +317,7 @@ class _HostDevice(SimulatedDevice):
 def own_comm(side: str) -> Any:
     from asynccomm import new_comm
 
-    registry._BUILTIN["hostonly"] = (HostBackend.__module__, "HostBackend")
+    registry.BUILTIN["hostonly"] = (HostBackend.__module__, "HostBackend")
     return new_comm("hostonly", name=f"over-{side}", hints={"side": side, "connect": "lazy"}, timeout=30)
 
 

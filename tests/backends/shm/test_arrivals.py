@@ -189,7 +189,7 @@ def test_a_tensor_never_meets_the_receive_of_a_parcel() -> None:
     assert not world.errors
 
 
-@pytest.mark.parametrize("side", ["send", "recv"])
+@cases("side", ["send", "recv"])
 def test_no_parcel_is_on_the_channel_of_tensors(side: str) -> None:
     world = World()
     with pytest.raises(AssertionError, match="would meet tensors"):

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from functools import partial
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from asynccomm.ops import Call
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import signature
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 from tests.sampling import examples
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
@@ -203,8 +203,8 @@ def test_batches_that_differ_are_detected(seed: int, size: int, kinds: list[list
         assert isinstance(each, CollectiveMismatchError) or each < len(program)
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "texts"),
+@cases(
+    "mine, theirs, texts",
     [
         ([10, 20, 30], [10, 20, 31], ("float32[60] in pieces", "float32[61] in pieces")),
         ([10, 20, 30], [10, 20], ("float32[60] in pieces", "float32[30] in pieces")),

@@ -16,6 +16,7 @@ from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.rings import framed, largest_payload
 from asynccomm.errors import BackendError
 from asynccomm.ops import MessageSpace, Send
+from tests.cases import cases
 
 from .ring_world import Box, World, executor, pattern, text  # noqa: F401
 
@@ -180,7 +181,7 @@ def test_a_small_frame_does_not_pass_a_large_one_that_found_no_room() -> None:
         assert torch.equal(output, pattern(nbytes, 0, nbytes))
 
 
-@pytest.mark.parametrize("nbytes", [0, 8, 200])
+@cases("nbytes", [0, 8, 200])
 def test_what_comes_unexpected_is_bounded(nbytes: int) -> None:
     world = World()
     count = 500
@@ -317,7 +318,7 @@ def test_the_default_limits_of_parcels_meet() -> None:
             assert torch.equal(box.payload, source)
 
 
-@pytest.mark.parametrize("nbytes", [0, 8, 200])
+@cases("nbytes", [0, 8, 200])
 def test_parcels_that_come_unexpected_are_bounded(nbytes: int) -> None:
     """With tensors: there is one limit for both."""
     world = World()
@@ -460,7 +461,7 @@ def test_a_parcel_that_was_sent_before_the_peer_went_still_arrives() -> None:
 # -- what others have written -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_head", [False, True])
+@cases("with_head", [False, True])
 def test_data_beyond_the_end_of_a_parcel(with_head: bool) -> None:
     world = World()
     guarded = torch.zeros(2000, dtype=torch.uint8)

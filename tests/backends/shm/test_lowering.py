@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -123,9 +124,9 @@ def test_one_byte_floats_are_moved() -> None:
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [ReduceOp.SUM, ReduceOp.AVG])
-@pytest.mark.parametrize("n", [50, 5000])
+@cases(
+    "dtype, kind, n", product([torch.float32, torch.bfloat16, torch.float16], [ReduceOp.SUM, ReduceOp.AVG], [50, 5000])
+)
 def test_all_ranks_get_the_same_bits(dtype: torch.dtype, kind: ReduceOp, n: int) -> None:
     choose = random.Random(1)
     size = 5
@@ -149,7 +150,7 @@ def test_half_types_are_added_in_single_precision() -> None:
     assert tensors[3].tolist() == [2052.0] * 3
 
 
-@pytest.mark.parametrize("n", [3, 3000])
+@cases("n", [3, 3000])
 def test_in_place_forms(n: int) -> None:
     size = 3
     groups = [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
@@ -174,7 +175,7 @@ def test_in_place_forms(n: int) -> None:
         assert torch.equal(scattered[rank][:n], 3.0 * torch.arange(rank * n, (rank + 1) * n))
 
 
-@pytest.mark.parametrize("n", [3, 3000])
+@cases("n", [3, 3000])
 def test_overlapping_memory_is_cloned(n: int) -> None:
     size = 2
     memory = [torch.arange(2 * n + 1) + 100_000.0 * rank for rank in range(size)]
@@ -197,9 +198,10 @@ def groups_of(size: int) -> list[CommInfo]:
     return [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
 
 
-@pytest.mark.parametrize("n", [3, 3000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int32])
-@pytest.mark.parametrize("several", [False, True])
+@cases(
+    "n, dtype, several",
+    product([3, 3000], [torch.float32, torch.bfloat16, torch.complex64, torch.int32], [False, True]),
+)
 def test_out_leaves_the_input_alone(n: int, dtype: torch.dtype, several: bool) -> None:
     size = 3
     inputs = [(torch.arange(n) % 50).to(dtype) for _ in range(size)]
@@ -217,8 +219,7 @@ def test_out_leaves_the_input_alone(n: int, dtype: torch.dtype, several: bool) -
         assert torch.equal(found, 3 * before)
 
 
-@pytest.mark.parametrize("shift", [0, 1, 700])
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce", "all_reduce_several"])
+@cases("shift, kind", product([0, 1, 700], ["all_reduce", "reduce", "all_reduce_several"]))
 def test_out_that_overlaps_the_input(shift: int, kind: str) -> None:
     n, size = 3000, 2
     memory = [torch.arange(n + shift, dtype=torch.float64) for _ in range(size)]
@@ -238,9 +239,7 @@ def test_out_that_overlaps_the_input(shift: int, kind: str) -> None:
         assert torch.equal(memory[1], torch.arange(n + shift, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("chunk", [64, 1024])
-@pytest.mark.parametrize("form", ["own", "chunks", "shifted"])
-@pytest.mark.parametrize("uneven", [False, True])
+@cases("chunk, form, uneven", product([64, 1024], ["own", "chunks", "shifted"], [False, True]))
 def test_gathering_into_views_of_one_tensor(chunk: int, form: str, uneven: bool) -> None:
     """Along another dim than the first, in place or from elsewhere in the output."""
     size = 3
@@ -261,8 +260,7 @@ def test_gathering_into_views_of_one_tensor(chunk: int, form: str, uneven: bool)
         assert torch.equal(result, want)
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "all_gather_single", "gather", "several"])
-@pytest.mark.parametrize("shift", [0, 1, 700])
+@cases("kind, shift", product(["all_gather", "all_gather_single", "gather", "several"], [0, 1, 700]))
 def test_gathering_from_elsewhere_in_the_output(kind: str, shift: int) -> None:
     """The input lies where another rank's share will come."""
     size, n = 3, 700
@@ -287,7 +285,7 @@ def test_gathering_from_elsewhere_in_the_output(kind: str, shift: int) -> None:
         assert torch.equal(memory[rank].long(), want)
 
 
-@pytest.mark.parametrize("start", [0, 5, 700, 1400])
+@cases("start", [0, 5, 700, 1400])
 def test_scattering_into_the_input(start: int) -> None:
     size, n = 3, 700
     memory = torch.arange(size * n, dtype=torch.int16)
@@ -302,9 +300,10 @@ def test_scattering_into_the_input(start: int) -> None:
         assert torch.equal(output, torch.arange(rank * n, (rank + 1) * n, dtype=torch.int16))
 
 
-@pytest.mark.parametrize("place", ["own", "first", "last", "shifted"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
-@pytest.mark.parametrize("uneven", [False, True])
+@cases(
+    "place, dtype, uneven",
+    product(["own", "first", "last", "shifted"], [torch.float32, torch.float16, torch.int8], [False, True]),
+)
 def test_scattering_reductions_into_the_input(place: str, dtype: torch.dtype, uneven: bool) -> None:
     size = 4
     counts = [300, 0, 700, 500] if uneven else [400] * 4
@@ -322,8 +321,7 @@ def test_scattering_reductions_into_the_input(place: str, dtype: torch.dtype, un
         assert torch.equal(output, want.to(dtype))
 
 
-@pytest.mark.parametrize("chunk", [64, 1024])
-@pytest.mark.parametrize("form", ["in place", "crossed", "shifted"])
+@cases("chunk, form", product([64, 1024], ["in place", "crossed", "shifted"]))
 def test_all_to_all_over_its_inputs(chunk: int, form: str) -> None:
     size, n = 3, 300
     memory = [torch.arange(n * size + 1) + 10_000 * rank for rank in range(size)]
@@ -362,7 +360,7 @@ def test_several_tensors_are_moved_without_a_copy(monkeypatch: pytest.MonkeyPatc
     assert all(t.eq(2).all() for mine in tensors for t in mine)
 
 
-@pytest.mark.parametrize("sends", [0, 1, 31, 32, 33, 2000])
+@cases("sends", [0, 1, 31, 32, 33, 2000])
 def test_all_to_all_takes_one_step_if_all_fits_in_a_slot(sends: int) -> None:
     size = 2  # a part of 512 bytes for each, with a header of 32
     inputs = [[torch.full((sends,), 10 * s + r, dtype=torch.uint8) for r in range(size)] for s in range(size)]
@@ -373,7 +371,7 @@ def test_all_to_all_takes_one_step_if_all_fits_in_a_slot(sends: int) -> None:
         assert all(torch.equal(outputs[rank][s], inputs[s][rank]) for s in range(size))
 
 
-@pytest.mark.parametrize("sent", [0, 3, 2000])
+@cases("sent", [0, 3, 2000])
 def test_all_to_all_of_sizes_that_do_not_fit(sent: int) -> None:
     groups = groups_of(3)
     counts = {(s, r): 5 for s in range(3) for r in range(3)}
@@ -398,8 +396,8 @@ def _mismatch(mine: Callable[[CommInfo], Call], theirs: Callable[[CommInfo], Cal
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "words"),
+@cases(
+    "mine, theirs, words",
     [
         (
             lambda g: ops.AllReduce.of(g, torch.ones(2), ReduceOp.SUM),

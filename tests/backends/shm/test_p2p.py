@@ -16,6 +16,7 @@ from asynccomm.backends.shm.layout import LINE
 from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, SHAPES, expect_equal, layouts, sample, sentinel
+from tests.cases import cases
 from tests.sampling import examples
 
 from .ring_world import World, executor, pattern  # noqa: F401
@@ -243,8 +244,8 @@ def test_drop_forgets_everything() -> None:
 # -- what others have written -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("frame", "detail"),
+@cases(
+    "frame, detail",
     [
         ((0, 0, 0, 0, 0, 0), "a frame of kind 0"),
         ((0, 77, 0, 0, 0, 0), "a frame of kind 77"),
@@ -263,7 +264,7 @@ def test_frames_that_cannot_be(frame: tuple[int, ...], detail: str) -> None:
     assert not world.ranks[1].progress(), "it is said once"
 
 
-@pytest.mark.parametrize("posted", [False, True])
+@cases("posted", [False, True])
 def test_a_payload_that_is_not_its_elements(posted: bool) -> None:
     world = World()
     guarded = torch.zeros(16, dtype=torch.uint8)

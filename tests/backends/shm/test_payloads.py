@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from asynccomm.ops import Call, Parcel, Parcels
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 from tests.sampling import examples
 
 from .test_programs import finish
@@ -168,7 +170,7 @@ def test_every_form(form: str, size: int, head: int, payload: int) -> None:
         assert [each.board.state.step for each in world] == [1] * size
 
 
-@pytest.mark.parametrize(("extra", "steps"), [(0, 1), (1, 2)])
+@cases("extra, steps", [(0, 1), (1, 2)])
 def test_what_fits_in_a_slot_takes_one_step(extra: int, steps: int) -> None:
     given = [Parcel(b"h" * 100, (torch.zeros(1024 - 100 + extra, dtype=torch.uint8),))]
     world, _ = run(Parcels("broadcast", giver=0), [given, []], [Placed(random.Random(1)) for _ in range(2)])
@@ -183,9 +185,10 @@ def test_a_parcel_that_nobody_wants_is_not_moved() -> None:
     assert run(Parcels("all_gather"), [given[0]], [Placed(random.Random(1))])[0][0].board.state.step == 1
 
 
-@pytest.mark.parametrize("form", ["broadcast", "all_gather", "all_to_all"])
-@pytest.mark.parametrize("payload", [1, 3000])
-@pytest.mark.parametrize("raised", [PayloadError("no"), KeyError("what")])
+@cases(
+    "form, payload, raised",
+    product(["broadcast", "all_gather", "all_to_all"], [1, 3000], [PayloadError("no"), KeyError("what")]),
+)
 def test_a_refused_payload_is_thrown_away_and_the_next_operation_works(
     form: str, payload: int, raised: Exception
 ) -> None:
@@ -230,7 +233,7 @@ def test_a_place_of_another_size_is_refused() -> None:
     assert str(submissions[1].error) == "rank 0 sent 8 bytes where 12 fit"
 
 
-@pytest.mark.parametrize("payload", [1, 3000])
+@cases("payload", [1, 3000])
 def test_a_broken_error_out_of_the_place_breaks_the_comm(payload: int) -> None:
     error = BackendError("the end")
     given = [[parcel(payload, 20, random.Random(1))], []]

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +64,7 @@ def test_no_executor_waits_inside() -> None:
     finish(waiting)
 
 
-@pytest.mark.parametrize("n", [0, 1, 255, 256, 1000])
+@cases("n", [0, 1, 255, 256, 1000])
 def test_publish(n: int) -> None:
     world = executors(3, chunk=256)
     sent = [(torch.arange(n) + rank).to(torch.uint8) for rank in range(3)]
@@ -88,7 +87,7 @@ def test_a_reader_of_one_rank_waits_for_that_rank_only() -> None:
     assert out.tolist() == [1] * 4  # rank 2 has not come
 
 
-@pytest.mark.parametrize("n", [0, 1, 64, 65, 400])
+@cases("n", [0, 1, 64, 65, 400])
 def test_exchange(n: int) -> None:
     world = executors(3, chunk=192)
     room = room_per_reader(192, 3)
@@ -219,7 +218,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a[number].view(bits), b[number].view(bits))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases("dtype", DTYPES, ids=str)
 def test_both_executors_compute_the_same_bits(dtype: torch.dtype) -> None:
     choose = random.Random(1)
     for op in OPERATORS + ([] if dtype.is_floating_point else BITWISE):

@@ -2,16 +2,17 @@
 
 import os
 import threading
+from itertools import product
 
-import pytest
 import torch
 
 from asynccomm.backends.shm.reduction import SERIAL, Reduction, reduction_for
 from asynccomm.ops.reduce_op import ReduceOp
+from tests.cases import cases
 
 
-@pytest.mark.parametrize(
-    ("dtype", "op", "travels"),
+@cases(
+    "dtype, op, travels",
     [
         (torch.float32, ReduceOp.SUM, torch.float32),
         (torch.float64, ReduceOp.AVG, torch.float64),
@@ -36,7 +37,7 @@ def test_reductions_are_kept_unless_they_have_a_factor() -> None:
     assert (two.contribution(torch.ones(1)).item(), three.contribution(torch.ones(1)).item()) == (2.0, 3.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@cases("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 def test_plain_tensors_are_used_as_they_are(dtype: torch.dtype) -> None:
     tensor = torch.ones(3, 4, dtype=dtype)
     reduction = Reduction(dtype, ReduceOp.SUM, 2)
@@ -47,7 +48,7 @@ def test_plain_tensors_are_used_as_they_are(dtype: torch.dtype) -> None:
     assert reduction.contribution(tensor).numel() == target.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint64])
+@cases("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint64])
 def test_several_plain_tensors_are_used_as_they_are(dtype: torch.dtype) -> None:
     tensors = [torch.ones(3, 4, dtype=dtype), torch.ones(2, dtype=dtype)]
     reduction = Reduction(dtype, ReduceOp.SUM, 2)
@@ -92,7 +93,7 @@ def test_other_memory_is_filled_by_land() -> None:
     assert output.tolist() == [2.0] * 4
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@cases("size", [1, 2, 3, 5])
 def test_half_types_round_once(size: int) -> None:
     rows = [torch.full((2,), value, dtype=torch.float16) for value in (2048.0, 1.0, 1.0, 1.0, 1.0)[:size]]
     out = torch.empty(2, dtype=torch.float16)
@@ -117,15 +118,14 @@ def test_one_rank_still_divides_and_multiplies() -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@cases("place", [0, 1])
 def test_the_result_may_be_one_of_the_first_two_rows(place: int) -> None:
     rows = [torch.full((2,), 1.0), torch.full((2,), 2.0), torch.full((2,), 4.0)]
     Reduction(torch.float32, ReduceOp.SUM, 3).combine(rows, rows[place])
     assert rows[place].tolist() == [7.0, 7.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n", [SERIAL, SERIAL + 1, 3 * SERIAL])
+@cases("dtype, n", product([torch.float32, torch.bfloat16], [SERIAL, SERIAL + 1, 3 * SERIAL]))
 def test_long_parts_take_no_more_threads_than_the_one_that_calls(dtype: torch.dtype, n: int) -> None:
     rows = [torch.full((n,), value, dtype=dtype) for value in (1.0, 2.0, 4.0)]
     out = torch.empty(n, dtype=dtype)

@@ -4,7 +4,6 @@ import gc
 import random
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -58,7 +57,7 @@ def tensors_of(n: int) -> list[Tensor]:
     return [torch.arange(2.0 * n).view(n, 2)[:, 0] for _ in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "scatter", "reduce_scatter", "all_gather"])
+@cases("kind", ["all_reduce", "broadcast", "scatter", "reduce_scatter", "all_gather"])
 def test_a_part_keeps_the_memory_it_uses(kind: str) -> None:
     n = 100_000
     (executor,) = executors(1, chunk=1 << 20)

@@ -1,6 +1,7 @@
 """Hints of the backend, and how long it looks out for peers."""
 
 import math
+from itertools import product
 
 import pytest
 
@@ -15,6 +16,7 @@ from asynccomm.backends.shm.settings import (
     wake_up_seconds,
     yield_seconds,
 )
+from tests.cases import cases
 
 
 def test_defaults() -> None:
@@ -36,15 +38,18 @@ def test_whole_reductions_are_limited_by_the_chunk() -> None:
         Settings.of({"chunk_bytes": "1024", "whole_bytes": "2048"})
 
 
-@pytest.mark.parametrize("key", ["chunk_bytes", "message_bytes", "inline_bytes", "whole_bytes"])
-@pytest.mark.parametrize("value", ["-1", "1.5", "many", "", "²", str(1 << 31)])
+@cases(
+    "key, value",
+    product(
+        ["chunk_bytes", "message_bytes", "inline_bytes", "whole_bytes"], ["-1", "1.5", "many", "", "²", str(1 << 31)]
+    ),
+)
 def test_what_is_no_size_is_named(key: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"'{key}' must be an integer"):
         Settings.of({key: value})
 
 
-@pytest.mark.parametrize("key", ["chunk_bytes", "message_bytes"])
-@pytest.mark.parametrize("value", ["0", "64", "1025"])
+@cases("key, value", product(["chunk_bytes", "message_bytes"], ["0", "64", "1025"]))
 def test_what_cannot_be_laid_out_is_named(key: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"'{key}' must be a multiple of 64 and at least 1024, got {value}"):
         Settings.of({key: value})

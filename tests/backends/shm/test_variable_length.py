@@ -3,8 +3,8 @@
 import ctypes
 from collections.abc import Mapping
 from ctypes import memmove
+from itertools import product
 
-import pytest
 import torch
 
 from asynccomm.backends.shm.executor import Executor
@@ -12,6 +12,7 @@ from asynccomm.backends.shm.programs import room_per_reader
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.variable_length import PayloadSource, stream
 from asynccomm.ops import Parcels
+from tests.cases import cases
 
 from .test_programs import finish
 from .world import each_executor, executors  # noqa: F401
@@ -65,7 +66,7 @@ def shared(executor: Executor, n: int | None, givers: list[int], into: Collected
         del data
 
 
-@pytest.mark.parametrize("lengths", [[0, 0, 0], [1, 2, 3], [256, 0, 0], [257, 0, 0], [5000, 1, 300], [0, 10_000, 0]])
+@cases("lengths", [[0, 0, 0], [1, 2, 3], [256, 0, 0], [257, 0, 0], [5000, 1, 300], [0, 10_000, 0]])
 def test_everybody_to_everybody(lengths: list[int]) -> None:
     world = executors(3, chunk=256)
     collected = [Collected() for _ in world]
@@ -79,7 +80,7 @@ def test_everybody_to_everybody(lengths: list[int]) -> None:
             assert found.data[other] == bytes(content(other, lengths[other]).tolist())
 
 
-@pytest.mark.parametrize("n", [0, 32, 33, 1000])
+@cases("n", [0, 32, 33, 1000])
 def test_one_for_each(n: int) -> None:
     world = executors(3, chunk=192)
     room = room_per_reader(world[0].board.chunk, 3)
@@ -131,8 +132,7 @@ def test_more_steps_than_banks() -> None:
     assert all(len(found.data[1 - rank]) == 5000 for rank, found in enumerate(collected))
 
 
-@pytest.mark.parametrize("heads", [(0, 0), (5, 64), (65, 0), (300, 10)])
-@pytest.mark.parametrize("body", [0, 50, 1000])
+@cases("heads, body", product([(0, 0), (5, 64), (65, 0), (300, 10)], [0, 50, 1000]))
 def test_heads_arrive_before_the_memory_for_bodies_is_asked_for(heads: tuple[int, int], body: int) -> None:
     world = executors(2, chunk=64, banks=2)
     collected = [Collected(), Collected()]

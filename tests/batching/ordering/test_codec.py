@@ -25,6 +25,7 @@ from asynccomm.batching.ordering.codec import (
     ResponseCache,
     op_request,
 )
+from tests.cases import cases
 
 u64 = st.integers(0, 2**64 - 1)
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -128,8 +129,8 @@ def test_half_a_character_in_a_text_is_no_reason_to_fail() -> None:
     assert [reader.announced()[2] for _ in reader] == ["all\N{REPLACEMENT CHARACTER}_reduce"]
 
 
-@pytest.mark.parametrize(
-    ("message", "text"),
+@cases(
+    "message, text",
     [
         (b"\x80", "a number does not end"),
         (b"\xff" * 9 + b"\x01", "a number does not end"),

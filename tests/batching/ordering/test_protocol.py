@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, MessageWriter, Mismatch, OrderMessageError
 from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
+from tests.cases import cases
 from tests.sampling import examples
 
 Item = tuple[str, int]  # tag, and the how-manieth under it
@@ -446,8 +447,8 @@ def decision(*tokens: int | str) -> bytes:
     return writer.written()
 
 
-@pytest.mark.parametrize(
-    ("message", "text"),
+@cases(
+    "message, text",
     [
         (b"", "a batch is empty"),
         (decision("cut"), "a batch is empty"),
@@ -474,8 +475,8 @@ def test_a_voice_believes_no_decision_on_what_it_has_not_announced(message: byte
         world.announcers[0].hear(message)
 
 
-@pytest.mark.parametrize(
-    ("message", "text"),
+@cases(
+    "message, text",
     [
         (b"", "announces nothing"),
         (decision(0, 1), "1 is no operation's id"),

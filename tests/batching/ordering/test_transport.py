@@ -375,7 +375,7 @@ async def test_any_order_between_processes(comm: Comm) -> None:
 
 
 async def test_any_order_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._BUILTIN, "simulated", (simulation.__name__, "SimulatedBackend"))
+    monkeypatch.setitem(registry.BUILTIN, "simulated", (simulation.__name__, "SimulatedBackend"))
     monkeypatch.setattr(simulation.SimulatedBackend, "settings", {"connects": True})
     async with agreed(3, backend="simulated", hints={"side": "loopback"}) as comms:
         logs = await asyncio.gather(*(program(comm, 1, 4, 12) for comm in comms))

@@ -160,7 +160,7 @@ async def check(comm: Comm, slices: Slices) -> None:
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._BUILTIN, "simulated", (simulation.__name__, "SimulatedBackend"))
+    monkeypatch.setitem(registry.BUILTIN, "simulated", (simulation.__name__, "SimulatedBackend"))
 
 
 @pytest.mark.parametrize("backend", ["loopback", "simulated"])

@@ -21,7 +21,7 @@ OPTIONS = CommOptions(hints={"side": "loopback"})
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._BUILTIN, "nccl", (simulation.__name__, "SimulatedBackend"))
+    monkeypatch.setitem(registry.BUILTIN, "nccl", (simulation.__name__, "SimulatedBackend"))
     monkeypatch.setattr(simulation.SimulatedBackend, "settings", {"connects": True})
     monkeypatch.setattr(create, "is_nccl_available", lambda: True)
 

@@ -30,6 +30,7 @@ from asynccomm.control.membership.messages import (
     plain,
 )
 from asynccomm.control.transport.schema import MessageError, decode, dumps, loads
+from tests.cases import cases
 
 RANKS = range(4)
 K = View("k", 0, 2, (3, "n", 0), {"host": "a", "ports": [1, 2]})
@@ -50,12 +51,12 @@ REPORTS = [
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@cases("order", ORDERS)
 def test_orders_come_through_json(order: CoordinatorOrder) -> None:
     assert loads(CoordinatorOrder, dumps(order)) == order
 
 
-@pytest.mark.parametrize("report", REPORTS)
+@cases("report", REPORTS)
 def test_reports_come_through_json(report: StatusReport) -> None:
     assert loads(StatusReport, dumps(report)) == report
 
@@ -72,8 +73,8 @@ WANTS = to_builtins(StatusReport(ParticipantState.WANTS, 0))
 HOLDS = to_builtins(StatusReport(ParticipantState.PREPARED, 0, decision=K))
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
+@cases(
+    "change, field",
     [
         ({"state": "sleeps"}, "state"),
         ({"attempt": MAX_ATTEMPT + 1}, "attempt"),
@@ -99,7 +100,7 @@ def test_garbled_reports(change: dict[str, object], field: str) -> None:
         decode(StatusReport, {**WANTS, **change})
 
 
-@pytest.mark.parametrize(
+@cases(
     "message",
     [
         {"kind": "Hello"},

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from asynccomm.control.transport import framing
 from asynccomm.control.transport.framing import HELLO_BYTES, MESSAGE_BYTES, Decoder, encode
 from asynccomm.control.transport.schema import JsonObject, MessageError
+from tests.cases import cases
 
 VALUES: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -78,8 +79,8 @@ def test_arbitrary_contents_are_messages_or_garbled(data: bytes) -> None:
     assert isinstance(message, dict)
 
 
-@pytest.mark.parametrize(
-    ("data", "why"),
+@cases(
+    "data, why",
     [
         (b"", "no JSON"),
         (b"hello", "no JSON"),
@@ -102,7 +103,7 @@ def test_what_is_no_message(data: bytes, why: str) -> None:
         decoder.next()
 
 
-@pytest.mark.parametrize("data", [b"[" * 200_000, b'{"a":' * 200_000, b'{"a":' + b"9" * 20_000 + b"}"])
+@cases("data", [b"[" * 200_000, b'{"a":' * 200_000, b'{"a":' + b"9" * 20_000 + b"}"])
 def test_what_would_be_too_much_for_the_parser_is_garbled(data: bytes) -> None:
     decoder = Decoder(MESSAGE_BYTES)
     decoder.feed(framed(data))
@@ -110,7 +111,7 @@ def test_what_would_be_too_much_for_the_parser_is_garbled(data: bytes) -> None:
         decoder.next()
 
 
-@pytest.mark.parametrize("length", [HELLO_BYTES + 1, MESSAGE_BYTES, 2**31, 2**32 - 1])
+@cases("length", [HELLO_BYTES + 1, MESSAGE_BYTES, 2**31, 2**32 - 1])
 def test_a_length_beyond_the_limit_is_refused_before_anything_comes(length: int) -> None:
     decoder = Decoder()
     decoder.feed(struct.pack(">I", length))

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from asynccomm.control.transport.schema import decode, dumps, loads
 from asynccomm.control.transport.topology import RankAddress, Topology
+from tests.cases import cases
 
 
 def contact(rank: int, host: str = "a") -> RankAddress:
@@ -86,7 +87,7 @@ def test_who_listens() -> None:
 GOOD = to_builtins(contact(0))
 
 
-@pytest.mark.parametrize(
+@cases(
     "data",
     [
         None,
