@@ -107,7 +107,12 @@ async def make_group(plan: BackendPlan) -> ProcessGroup:
 
 
 def check_device(device: torch.device | None) -> None:
-    """Raise ValueError unless ``device`` is None or an accelerator with an index: others cannot be bound to a group."""
+    """Raise ValueError unless ``device`` is None or an accelerator with an index: others cannot be bound to a group.
+
+    Raises: also TypeError.
+    """
+    if device is not None and not isinstance(device, torch.device):
+        raise TypeError(f"device_id must be a torch.device, got {device!r}")
     if device is not None and (device.index is None or device.type == "cpu"):
         raise ValueError(f"device_id must be an accelerator with an index, got {device}")
 

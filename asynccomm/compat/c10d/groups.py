@@ -215,6 +215,8 @@ async def new_subgroups(
         if not torch.cuda.is_available():
             raise ValueError("group_size must be given where there is no CUDA device")
         group_size = torch.cuda.device_count()
+    if as_index(group_size) is None:
+        raise TypeError(f"group_size must be an integer, got {group_size!r}")
     if group_size <= 0:
         raise ValueError(f"group_size must be positive, got {group_size}")
     size = get_world_size(group)
@@ -244,8 +246,10 @@ async def new_subgroups_by_enumeration(
 
     Raises: ValueError, before any group is made; and the errors of :func:`new_group`.
     """
-    if not ranks_per_subgroup_list:
-        raise ValueError("ranks_per_subgroup_list must have at least one list of ranks")
+    if not ranks_per_subgroup_list or not isinstance(ranks_per_subgroup_list, Sequence):
+        raise ValueError(
+            f"ranks_per_subgroup_list must be a list of at least one list of ranks, got {ranks_per_subgroup_list!r}"
+        )
     size = default_group().size()
     seen: dict[int, Sequence[int]] = {}
     for ranks in ranks_per_subgroup_list:
@@ -326,8 +330,8 @@ async def split_group(
 
     Cancelling is safe.
     """
-    if not split_ranks:
-        raise ValueError("split_ranks must have at least one list of ranks")
+    if not split_ranks or not isinstance(split_ranks, Sequence):
+        raise ValueError(f"split_ranks must be a list of at least one list of ranks, got {split_ranks!r}")
     default = default_group()
     if member_of(parent_pg, "split_group", 5) is None:
         raise ValueError("this rank is not in parent_pg")

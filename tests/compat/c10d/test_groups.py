@@ -493,3 +493,16 @@ async def test_a_second_world_in_a_store() -> None:
             await dist._new_process_group_helper(1, 0, [], "loopback", store, "x", enable_reconfigure=True)
         with pytest.raises(NotImplementedError, match=r"use Comm.reconfigure or Comm.shrink"):
             await dist.init_process_group("loopback", store=store, rank=0, world_size=1, enable_reconfigure=True)
+
+
+async def test_arguments_of_a_wrong_kind() -> None:
+    async with alone():
+        for wrong in (5, True):
+            with pytest.raises(ValueError, match="must be a list of at least one list of ranks, got"):
+                await dist.split_group(None, wrong)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="must be a list of at least one list of ranks, got"):
+                await dist.new_subgroups_by_enumeration(wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="group_size must be an integer, got 'x'"):
+            await dist.new_subgroups("x")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"device_id must be a torch.device, got 0"):
+            await dist.new_group([0], device_id=0)  # type: ignore[arg-type]
