@@ -408,6 +408,14 @@ class Backend(Handle, abc.ABC):
     def before_block(self, work: Work[Any]) -> None:
         """Complete ``work`` without the event loop: a thread is about to block on it, maybe the loop's own."""
 
+    def withdraw_tensors(self) -> None:
+        """Make sure that no other rank uses what it reads from this rank's tensors from now on, but fails instead.
+
+        Called before the Work of a failed operation is settled: afterwards the program may change the tensors. From any
+        thread, under the comm's lock for failures; returns at once. Only for backends whose ranks read each other's
+        tensors.
+        """
+
     def drain_before_failure(self) -> None:
         """Settle the operations that need no more data from peers: another rank failed, so the rest will fail.
 

@@ -277,6 +277,10 @@ class HierarchicalBackend(Backend):
         found = [*self._lanes.values(), *[each for each in (self._inside, self._between) if each is not None]]
         return list(dict.fromkeys(found))
 
+    def withdraw_tensors(self) -> None:
+        for backend in self._all:
+            backend.withdraw_tensors()
+
     def drain_before_failure(self) -> None:
         for backend in self._all:
             backend.drain_before_failure()
