@@ -41,6 +41,7 @@ from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.backends.hierarchical.translation import translated
 from asynccomm.backends.hierarchical.windows import make_window
+from asynccomm.backends.shm.arena import arena
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
@@ -240,6 +241,9 @@ class HierarchicalBackend(Backend):
         return found
 
     # -- windows -------------------------------------------------------------------------------------------------------
+
+    def shared_tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return arena().strided(shape, stride, dtype)
 
     async def window(self, window: WindowInfo) -> BackendWindow:
         if self._only is not None:

@@ -166,7 +166,7 @@ typedef struct {
     void **sources; /* of one reduction */
     /* of a program that may lend; `places` is NULL otherwise */
     char *(*places)[2]; /* by rank: tensors in place of slots and of results, or NULL */
-    char *known;        /* by rank: whether it has published what it lends */
+    char *known;        /* by rank: whether the tensors that it lends are known */
     Lent lent[2];
     int lends, borrows; /* whether this rank lends; whether another one does */
     int asked;          /* the rank whose tensors are to be mapped */
@@ -197,10 +197,10 @@ int core_check_vectors(const Run *run);
 
 /* ---- tensors in place of slots: _lending.c ------------------------------------------------------------------------- */
 
-/* Find what a run lends, once its vectors are known. Under the GIL. */
+/* Find the tensors that a run lends, once its vectors are known. Under the GIL. */
 void core_lend(Run *run);
 
-/* Find what a rank lends, which has posted the first step: MOVED, WRONG or ASKED. */
+/* Find the tensors that a rank lends, which has posted the first step: MOVED, WRONG or ASKED. */
 int core_borrow(Run *run, int rank);
 
 /* Have Python map the tensors of `asked`; -1 with an exception. */

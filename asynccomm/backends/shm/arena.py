@@ -5,7 +5,8 @@ descriptor for reading to its peers. The file consists of *extents*: a large ten
 An extent is mapped here while a tensor lies in it, and has no memory afterwards; no later extent gets its place in the
 file. The file only grows, hence an access of a peer can never be a SIGBUS; it would find zeros.
 
-A collective of tensors in the arena publishes where they lie (``programs.py``); ``peer_memory`` maps the peers' extents.
+A collective of tensors in the arena publishes where they lie (``programs.py``), and ``peer_memory`` maps the extents of
+peers.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class Arena:
             self._core.remove_extent(extent.address)
         del self._extents[extent.address]
         self._addresses = sorted(self._extents)
-        with contextlib.suppress(OSError):  # a file system may be unable to; the last process that maps it frees it then
+        with contextlib.suppress(OSError):  # a file system may be unable to; the memory lasts as long as the file then
             extent.mapping.madvise(mmap.MADV_REMOVE)
 
     def forget_in_child(self) -> None:

@@ -2,8 +2,9 @@
 
 The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory ordering), ``segment``, ``handshake``
 and ``bootstrap`` (creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``board``,
-``arena`` and ``peer_memory`` (tensors that ranks lend each other), ``reduction``, ``programs``, ``reference`` and
-``executor`` (steps of collectives), ``schedule`` and ``lowering`` (programs of operations), ``fast_path`` (small collectives in C), ``doorbell``, ``progress_thread`` and ``engine``
+``arena`` and ``peer_memory`` (tensors that ranks lend each other),
+``reduction``, ``programs``, ``reference`` and ``executor`` (steps of collectives), ``schedule`` and ``lowering``
+(programs of operations), ``fast_path`` (small collectives in C), ``doorbell``, ``progress_thread`` and ``engine``
 (waking ranks, and making progress). ``bakery``, ``window_parts`` and ``windows`` are beside these.
 """
 
@@ -18,6 +19,8 @@ from functools import partial
 from typing import ClassVar, Final, Self, final
 
 import anyio.to_thread
+import torch
+from torch import Tensor
 
 from asynccomm.backends.base import Backend, BackendContext, DirectCalls, FastCalls, Submission
 from asynccomm.backends.shm.arena import arena
@@ -98,7 +101,7 @@ class ShmBackend(Backend):
                 worker = shared_thread()
                 memory = arena().reader()
                 bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            except (OSError, RuntimeError, BackendError) as exc:  # no descriptors or threads left; the other ranks must be informed
+            except (OSError, RuntimeError, BackendError) as exc:  # no descriptors or threads left: the others must know
                 await report_unsupported(context, str(exc))
             unless_connected.callback(os.close, bell)
             mapping = await bootstrap_segment(context, settings.as_dict(), layout, (bell, worker.bell), memory)
@@ -114,6 +117,9 @@ class ShmBackend(Backend):
 
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         return self._engine.fast_path(calls)
+
+    def shared_tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return arena().strided(shape, stride, dtype)
 
     async def window(self, window: WindowInfo, *, guests: int = 0) -> ShmWindow:
         pace = WindowPace(self._engine.inline_bytes, self._engine.patience)

@@ -483,7 +483,7 @@ class Engine:
         self._executor.interrupt()
 
     def withdraw_tensors(self) -> None:
-        """Have the peers not use what they read from now on: see ``programs``. From any thread."""
+        """Make peers fail that read this rank's tensors from now on: see ``programs``. From any thread."""
         self._words[self._withdrawn] = 1
         Fence().full()  # the engine's own fence belongs to the lock holder
 

@@ -36,10 +36,9 @@ from asynccomm.ops import (
     TensorOp,
 )
 
-
-# a collective of so many bytes of each rank may read the ranks' tensors in place of copies in slots, for which the owner
-# waits in the end: bench/windows.py
-LENT_BYTES: Final = 32 << 10
+# a collective of so many bytes of each rank may read the ranks' tensors in place of copies in slots; in exchange, the
+# owner of a tensor waits for its readers: bench/shared_tensors.py
+LENT_BYTES: Final = 128 << 10
 
 
 @final

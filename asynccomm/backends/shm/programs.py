@@ -19,11 +19,11 @@ The collectives have four forms:
 
 Reductions combine in rank order on every rank, so all ranks hold the same bits. Lengths and offsets are in bytes.
 
-A rank whose tensor lies in memory that the others can read (``arena.py``) *lends* it: the tensor stands in for the
+A rank *lends* its tensor if that lies in memory that the others can read (``arena.py``): the tensor stands in for the
 rank's slots, or its results. With its first step the rank publishes where the tensor lies, and each reader reads there
-in place of the slot; copies from the tensor to the slot, and back, are left out. Only the owner writes a tensor, and the
-owner's collective ends when all ranks have finished reading (``Wait.READ``). Each rank lends or does not lend for
-itself, so all ranks have the same steps, whatever their tensors are.
+in place of the slot; copies from the tensor to the slot, and back, are left out. Only the owner writes a tensor, and
+its collective ends when all ranks have finished reading (``Wait.READ``). Each rank lends or does not lend for itself,
+so all ranks have the same steps in any case.
 
 The owner of a tensor may change it as soon as its own operation has failed, perhaps while others still read. It has
 set its word ``WITHDRAWN`` before; and a rank that has used lent tensors, or results that other ranks have made of them,
@@ -242,7 +242,7 @@ def scattered_sums(
         room: bytes of a slot for each reader.
         own: whether this rank's own data are combined in place, and not through its slot.
         direct: whether the target is written by the reduction; otherwise it is copied from this rank's result.
-        lends: whether the data are one tensor that this rank may lend; None: no rank does. All ``sizes`` are equal then.
+        lends: whether the data are one tensor, in equal parts, that this rank may lend; None: no rank does.
     """
     size, nbytes = len(sizes), sizes[rank]
     readers = others(rank, size) if own else range(size)

@@ -158,8 +158,9 @@ class _Run:
                     rows = [self._elements(ref, reduction.dtype, step, i, n) for ref in sources]
                     out = self._elements(target, reduction.dtype, step, i, n)
                     if any(row.data_ptr() == out.data_ptr() for row in rows[2:]):  # in place, for a later rank
-                        reduction.combine(rows, total := torch.empty_like(out))
-                        out.copy_(total)
+                        combined = torch.empty_like(out)
+                        reduction.combine(rows, combined)
+                        out.copy_(combined)
                     else:
                         reduction.combine(rows, out)
         if signal == _POST:

@@ -203,7 +203,7 @@ def _distribute(board: Board, submission: Submission, lends: bool) -> Schedule:
         sources, targets = by_rank(inputs), [(op.root, output.data_ptr(), op.nbytes)]
     fills, takes = [(rank, n) for rank, _, n in sources], [(rank, n) for rank, _, n in targets]
     row = nbytes if lends and isinstance(op, AllToAllSingle) else 0
-    apart = bool(sources) and targets[0][1] != sources[0][1]  # in place, this rank writes what others may still have to read
+    apart = bool(sources) and targets[0][1] != sources[0][1]  # in place, it writes where others may still read
     key = Scatter, tuple(fills), tuple(takes), row, apart
     vectors = [vector for _, vector, _ in (*sources, *targets)]
     part = partial(programs.exchanged, me, fills, takes, row=row, lends=apart)

@@ -3,10 +3,10 @@
 import gc
 import os
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
-
 
 from asynccomm.backends.shm.arena import NOT_LENT, OWN_EXTENT, SHARED_EXTENT, Arena, arena
 from asynccomm.backends.shm.peer_memory import PeerMemory, memory_at
@@ -42,7 +42,7 @@ def test_small_tensors_share_an_extent_which_is_freed_with_the_last(made: Arena)
     places = {made.find(tensor.data_ptr()).start for tensor in tensors}
     assert len(places) == 2
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
     view = tensors[0][10:]
     address = view.data_ptr()
     del tensors

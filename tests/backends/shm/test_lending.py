@@ -81,11 +81,12 @@ def test_in_place(n: int) -> None:
     reduced = [lent(torch.arange(3.0 * n) * (rank + 1)) for rank in range(3)]
     for rank in range(3):
         gathered[rank][rank * n : (rank + 1) * n] = torch.arange(n) + 1000.0 * rank
+    parts = [scattered[rank][rank * n : (rank + 1) * n] for rank in range(3)]
     mine = [slice(rank * n, (rank + 1) * n) for rank in range(3)]
     calls = [
         [ops.AllGatherSingle.of(g, gathered[g.rank], gathered[g.rank][mine[g.rank]]) for g in GROUPS],
         [ops.AllToAllSingle.of(g, swapped[g.rank], swapped[g.rank]) for g in GROUPS],
-        [ops.ReduceScatterSingle.of(g, scattered[g.rank][mine[g.rank]], scattered[g.rank], ReduceOp.SUM) for g in GROUPS],
+        [ops.ReduceScatterSingle.of(g, parts[g.rank], scattered[g.rank], ReduceOp.SUM) for g in GROUPS],
         [ops.AllReduce.of(g, reduced[g.rank], ReduceOp.SUM) for g in GROUPS],
     ]
     programs = [[submission(row[rank], seq) for seq, row in enumerate(calls)] for rank in range(3)]
@@ -140,7 +141,7 @@ def test_a_reader_of_a_withdrawn_tensor_fails(kind: str) -> None:
     board = world[0].board
     board._words[board.layout.word(0, Word.WITHDRAWN)] = 1
     tensors[0].zero_()
-    with pytest.raises(BackendError, match="an operation has failed on rank 0 while .* read the rank's tensor"):
+    with pytest.raises(BackendError, match=r"an operation has failed on rank 0 while .* read the rank's tensor"):
         for _ in range(20):
             next(reader)
 
@@ -171,4 +172,3 @@ def test_mappings_are_made_once_and_given_up_when_there_are_many(monkeypatch: py
         assert all(torch.equal(tensor, torch.full((size,), 2.0 * seq + 1)) for tensor in tensors)
         assert all(len(mapped) <= 5 for mapped in world[0].board.peers._mapped)
     assert arena().nbytes <= 3 * (4 << 20)
-
