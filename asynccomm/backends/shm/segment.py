@@ -66,10 +66,11 @@ def _memfd(nbytes: int) -> int:
     if not hasattr(os, "memfd_create"):  # a Python that was built for older systems lacks it
         raise OSError(0, "this Python has no memfd_create")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    name = "asynccomm" if nbytes else "asynccomm-tensors"  # in /proc/*/maps
     try:
-        fd = os.memfd_create("asynccomm", flags | _MFD_NOEXEC_SEAL)
+        fd = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError:
-        fd = os.memfd_create("asynccomm", flags)
+        fd = os.memfd_create(name, flags)
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
