@@ -11,7 +11,6 @@ peers.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import math
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends.shm.layout import LINE, rounded_up
+from asynccomm.backends.shm.mapping import Mapping
 from asynccomm.backends.shm.segment import grow, growing
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.errors import BackendError
@@ -58,9 +58,9 @@ class _Extent:
     def __init__(self, fd: int, start: int, nbytes: int) -> None:
         self.start = start
         self.nbytes = nbytes
-        self.mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
-        self.memory: memoryview[int] = memoryview(self.mapping)
-        self.address: int = torch.frombuffer(self.mapping, dtype=torch.uint8).data_ptr()
+        self.mapping = Mapping(fd, start, nbytes, writable=True)
+        self.memory = self.mapping.buffer()
+        self.address: int = self.mapping.address
         self.used = 0  # bytes given out
         self.tensors = 0  # that lie here
 
@@ -74,17 +74,28 @@ class Arena:
         self._fd = -1
         self._reader = -1
         self._end = 0  # of the file
+        self._holders = 0
         self._extents: dict[int, _Extent] = {}  # by address
         self._addresses: list[int] = []  # sorted
         self._open: _Extent | None = None  # the extent for small tensors
         core = load_core()
         self._core: Any = None if isinstance(core, CoreUnavailable) else core
 
-    def reader(self) -> int:
-        """A descriptor of the arena's file, for reading; the arena owns it. Raises: OSError, BackendError."""
+    def hold(self) -> int:
+        """Keep the arena's file until ``release``; returns a descriptor of it for reading, which the arena owns.
+
+        Raises: OSError, BackendError.
+        """
         with self._lock:
             self._make()
+            self._holders += 1
             return self._reader
+
+    def release(self) -> None:
+        """End one ``hold``. The file is closed with the last, once no tensor is left."""
+        with self._lock:
+            self._holders -= 1
+            self._tidy()
 
     def bytes(self, nbytes: int) -> Tensor:
         """``nbytes`` of memory, with any content, as a tensor of ``torch.uint8`` at the start of a cache line.
@@ -132,6 +143,19 @@ class Arena:
                 self._reader = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
             self._fd = fd
 
+    def _tidy(self) -> None:
+        """Close the file if it has no use."""
+        if self._holders:
+            return
+        if (extent := self._open) is not None:
+            self._open = None
+            self._release(extent)
+        if not self._extents and self._fd >= 0:
+            os.close(self._fd)
+            os.close(self._reader)
+            self._fd = self._reader = -1
+            self._end = 0
+
     def _take(self, nbytes: int) -> memoryview:
         if nbytes >= OWN_EXTENT:
             return self._give(self._map(rounded_up(nbytes, PAGE)), nbytes)
@@ -173,14 +197,14 @@ class Arena:
 
     def _release(self, extent: _Extent) -> None:
         """Free the memory of an extent without tensors, also of tensors to come."""
-        if extent.tensors or extent is self._open or extent.address not in self._extents:
+        if extent.tensors or extent is self._open or self._extents.get(extent.address) is not extent:
             return
         if self._core is not None:  # first: once it is unmapped, other memory may get its addresses
             self._core.remove_extent(extent.address)
         del self._extents[extent.address]
         self._addresses = sorted(self._extents)
-        with contextlib.suppress(OSError):  # a file system may be unable to; the memory lasts as long as the file then
-            extent.mapping.madvise(mmap.MADV_REMOVE)
+        extent.mapping.free()
+        self._tidy()
 
     def forget_in_child(self) -> None:
         """Leave the memory to the parent process."""
@@ -190,6 +214,8 @@ class Arena:
         if self._core is not None:
             for address in self._addresses:
                 self._core.remove_extent(address)
+        self._fd = self._reader = -1
+        self._extents, self._addresses, self._open = {}, [], None
 
 
 _arena: Arena | None = None

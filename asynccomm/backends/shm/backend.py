@@ -74,6 +74,7 @@ class ShmBackend(Backend):
         self._withdrawn = False
         self._released = False
         self._windows: set[ShmWindow] = set()
+        self._arena = arena()
         self._loop.add_reader(bell, engine.on_bell, bell)
         for rank, fd in enumerate(mapping.liveness_fds):
             if fd >= 0:
@@ -99,7 +100,8 @@ class ShmBackend(Backend):
                         await anyio.to_thread.run_sync(wake_up_seconds)
                     patience = patience_for(context.group.size)
                 worker = shared_thread()
-                memory = arena().reader()
+                memory = arena().hold()
+                unless_connected.callback(arena().release)
                 bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             except (OSError, RuntimeError, BackendError) as exc:  # no descriptors or threads left: the others must know
                 await report_unsupported(context, str(exc))
@@ -186,4 +188,5 @@ class ShmBackend(Backend):
             window.close()
         self._loop.remove_reader(self._bell)
         self._mapping.close()
+        self._arena.release()
         os.close(self._bell)

@@ -6,39 +6,14 @@ access leaves its file, which never shrinks.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-import weakref
 from collections.abc import Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
-import torch
-from torch import Tensor
-
+from asynccomm.backends.shm.mapping import Mapping
 from asynccomm.errors import BackendError
 
 MOST_EXTENTS: Final = 1024  # of a rank that stay mapped; then all are unmapped
-
-_libc: Any = ctypes.CDLL(None, use_errno=True)
-_mmap: Any = _libc.mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_munmap: Any = _libc.munmap
-_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_FAILED: Final = ctypes.c_void_p(-1).value
-
-
-@final
-class _Mapping:
-    """A part of a file, mapped for reading. Raises: OSError."""
-
-    def __init__(self, fd: int, start: int, nbytes: int) -> None:
-        address = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)  # Python's own has no address
-        if address == _FAILED:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self.address: int = address
-        weakref.finalize(self, _munmap, address, nbytes).atexit = False
 
 
 @final
@@ -51,7 +26,7 @@ class PeerMemory:
 
     def __init__(self, arenas: Sequence[int] = ()) -> None:
         self._arenas = arenas
-        self._mapped: list[dict[tuple[int, int], _Mapping]] = [{} for _ in arenas]
+        self._mapped: list[dict[tuple[int, int], Mapping]] = [{} for _ in arenas]
 
     def address(self, rank: int, start: int, nbytes: int) -> int:
         """The address of an extent of ``rank``. Raises: BackendError if there is no such extent, or no room to map it.
@@ -64,7 +39,7 @@ class PeerMemory:
             try:
                 if not self._arenas or start + nbytes > os.fstat(self._arenas[rank]).st_size:
                     raise BackendError(f"rank {rank} has no tensor at byte {start} of its memory")
-                found = mapped[start, nbytes] = _Mapping(self._arenas[rank], start, nbytes)
+                found = mapped[start, nbytes] = Mapping(self._arenas[rank], start, nbytes, writable=False)
             except OSError as exc:
                 raise BackendError(f"cannot map a tensor of rank {rank} of {nbytes} bytes: {exc.strerror}") from exc
         return found.address
@@ -75,9 +50,3 @@ class PeerMemory:
             return False
         self._mapped[rank].clear()
         return True
-
-
-def memory_at(address: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """Memory as a vector of ``dtype``, valid as long as it is mapped, and not to be written."""
-    made: Any = ctypes.c_ubyte * nbytes
-    return torch.frombuffer(made.from_address(address), dtype=dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asynccomm.backends.shm.arena import NOT_LENT, arena
 from asynccomm.backends.shm.board import Board, Fault
-from asynccomm.backends.shm.peer_memory import memory_at
+from asynccomm.backends.shm.mapping import memory_at
 from asynccomm.backends.shm.programs import Program, Ref, Signal, Space, Stage, Wait
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.vectors import Operand, Vector, copy_between, read, write

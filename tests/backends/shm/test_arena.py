@@ -3,19 +3,43 @@
 import gc
 import os
 import threading
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 import torch
 
 from asynccomm.backends.shm.arena import NOT_LENT, OWN_EXTENT, SHARED_EXTENT, Arena, arena
-from asynccomm.backends.shm.peer_memory import PeerMemory, memory_at
+from asynccomm.backends.shm.mapping import memory_at
+from asynccomm.backends.shm.peer_memory import PeerMemory
 from asynccomm.errors import BackendError
 
 
 @pytest.fixture
-def made() -> Arena:
-    return Arena()
+def made() -> Iterator[Arena]:
+    arena = Arena()
+    arena.hold()
+    yield arena
+    arena.release()
+
+
+def test_the_file_is_closed_with_its_last_holder_and_tensor(made: Arena) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    arena = Arena()
+    arena.hold(), arena.hold()
+    small, large = arena.bytes(10), arena.bytes(OWN_EXTENT)
+    arena.release()
+    arena.release()
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    del small
+    assert arena.find(large.data_ptr()) != NOT_LENT
+    del large
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert arena.nbytes == 0
+    arena.hold()
+    assert arena.bytes(10).fill_(1).sum() == 10
+    arena.release()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 5000, OWN_EXTENT - 1, OWN_EXTENT, OWN_EXTENT + 1, 3 << 20])
@@ -25,7 +49,7 @@ def test_another_mapping_sees_the_memory_and_cannot_write_it(made: Arena, nbytes
     assert tensor.data_ptr() % 64 == 0
     lent = made.find(tensor.data_ptr())
     assert lent.offset + nbytes <= lent.nbytes
-    peers = PeerMemory([made.reader()])
+    peers = PeerMemory([made._reader])
     seen = memory_at(peers.address(0, lent.start, lent.nbytes) + lent.offset, nbytes, torch.uint8)
     assert torch.equal(seen, tensor)
     tensor[-1] = 8
@@ -56,12 +80,12 @@ def test_small_tensors_share_an_extent_which_is_freed_with_the_last(made: Arena)
 
 def test_large_tensors_give_their_memory_back(made: Arena) -> None:
     tensor = made.strided((1 << 20, 4), (4, 1), torch.float32).fill_(1)
-    blocks = os.fstat(made.reader()).st_blocks
+    blocks = os.fstat(made._reader).st_blocks
     assert blocks * 512 >= 16 << 20
     address = tensor.data_ptr()
     del tensor
     assert made.nbytes == 0
-    assert os.fstat(made.reader()).st_blocks * 512 < 1 << 20
+    assert os.fstat(made._reader).st_blocks * 512 < 1 << 20
     assert made.find(address) == NOT_LENT
     again = made.bytes(1 << 20)
     assert not again.any(), "memory of its own, not of a tensor before"

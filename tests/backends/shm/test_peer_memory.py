@@ -11,9 +11,10 @@ from asynccomm.errors import BackendError
 def test_an_extent_is_mapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "MOST_EXTENTS", 2)
     arena = Arena()
+    arena.hold()
     tensors = [arena.bytes(1 << 20) for _ in range(3)]
     places = [arena.find(tensor.data_ptr()) for tensor in tensors]
-    peers = PeerMemory([arena.reader()] * 2)
+    peers = PeerMemory([arena._reader] * 2)
     found = [peers.address(1, place.start, place.nbytes) for place in places]
     assert len(set(found)) == 3
     assert peers.address(1, places[0].start, places[0].nbytes) == found[0]
@@ -24,9 +25,10 @@ def test_an_extent_is_mapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_without_such_an_extent_is_named() -> None:
     arena = Arena()
+    arena.hold()
     arena.bytes(1 << 20)
-    for peers in (PeerMemory(), PeerMemory([arena.reader()] * 2)):
+    for peers in (PeerMemory(), PeerMemory([arena._reader] * 2)):
         with pytest.raises(BackendError, match="rank 1 has no tensor at byte 1048576"):
             peers.address(1, 1 << 20, 4096)
     with pytest.raises(BackendError, match="cannot map a tensor of rank 1 of 100 bytes"):
-        PeerMemory([arena.reader()] * 2).address(1, 1, 100)
+        PeerMemory([arena._reader] * 2).address(1, 1, 100)

@@ -1,5 +1,6 @@
 """Ranks of a segment in one process, moved on one step at a time in any order."""
 
+import functools
 import os
 import random
 from collections.abc import Iterator
@@ -31,6 +32,11 @@ def nothing(*_: object) -> None:
     pass
 
 
+@functools.cache
+def _reader() -> int:
+    return arena().hold()
+
+
 def boards(size: int, chunk: int = 1024, banks: int = 4) -> list[Board]:
     return [board for board, _ in _boards(size, chunk, banks)]
 
@@ -41,7 +47,7 @@ def _boards(size: int, chunk: int, banks: int) -> Iterator[tuple[Board, memoryvi
     words = memoryview(memory).cast("Q")
     data = torch.frombuffer(memory, dtype=torch.uint8)
     for rank in range(size):
-        peers = PeerMemory([arena().reader()] * size)
+        peers = PeerMemory([_reader()] * size)
         yield Board(rank, layout, words, data, Fence(), nothing, peers=peers), memoryview(memory)
 
 
