@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final, Self, TypeVar, final
 
 import torch
+from torch import Tensor
 
 from asynccomm.backends.base import (
     Backend,
