@@ -398,6 +398,13 @@ class Backend(Handle, abc.ABC):
         """
         raise NotImplementedError(f"backend {self.name!r} cannot estimate how long operations take")
 
+    def shared_tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor with any content that other ranks of the host can read without a copy. From any thread.
+
+        Only for backends with ranks that read each other's tensors. Raises: MemoryError.
+        """
+        raise NotImplementedError(f"backend {self.name!r} shares no tensors")
+
     async def window(self, window: WindowInfo) -> BackendWindow:
         """Make a window. Collective, without a timeout; a cancelled call cleans up.
 
@@ -412,6 +419,14 @@ class Backend(Handle, abc.ABC):
 
     def before_block(self, work: Work[Any]) -> None:
         """Complete ``work`` without the event loop: a thread is about to block on it, maybe the loop's own."""
+
+    def withdraw_tensors(self) -> None:
+        """Make other ranks fail that read this rank's tensors from now on, so that none uses the data.
+
+        Called before the Work of a failed operation is settled: afterwards the program may change the tensors. From any
+        thread, under the comm's lock for failures; returns at once. Only for backends with ranks that read each
+        other's tensors.
+        """
 
     def drain_before_failure(self) -> None:
         """Settle the operations that need no more data from peers: another rank failed, so the rest will fail.

@@ -50,7 +50,14 @@ def comm_or_none(comm: Comm | None, portal: Portal) -> BlockingComm | None:
 
 @final
 class BlockingComm(
-    Collectives, VariableCollectives, CoalescedCollectives, ExpertCollectives, P2P, Objects, TensorDicts, Twin[Comm]
+    Collectives,
+    VariableCollectives,
+    CoalescedCollectives,
+    ExpertCollectives,
+    P2P,
+    Objects,
+    TensorDicts,
+    Twin[Comm],
 ):
     """A comm for programs without an event loop: the methods of :class:`asynccomm.Comm`, to be called from any thread.
 
@@ -87,6 +94,12 @@ class BlockingComm(
 
     @here(Comm.trace)
     def trace(self) -> Any: ...
+
+    @here(Comm.empty)
+    def empty(self) -> Any: ...
+
+    @here(Comm.memory)
+    def memory(self) -> Any: ...
 
     @here(Comm.graph_capture)
     def graph_capture(self) -> Any: ...

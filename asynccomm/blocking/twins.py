@@ -22,7 +22,7 @@ T = TypeVar("T")
 Place: TypeAlias = Callable[..., Any]  # an empty function that a twin's method replaces, so that type checkers see it
 
 
-A = TypeVar("A")
+A = TypeVar("A", covariant=True)
 
 
 class Twin(Generic[A]):
@@ -34,7 +34,7 @@ class Twin(Generic[A]):
     _original: A
     _portal: Portal
 
-    def _hold(self, original: A, portal: Portal) -> None:
+    def _hold(self, original: A, portal: Portal) -> None:  # type: ignore[misc]  # called once, by the maker
         self._original, self._portal = original, portal
         at_exit(self)
 

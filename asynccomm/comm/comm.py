@@ -20,6 +20,7 @@ from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.experts import ExpertCollectives
 from asynccomm.comm.methods.groups import Groups
 from asynccomm.comm.methods.lists import CoalescedCollectives
+from asynccomm.comm.methods.memory import SharedTensors
 from asynccomm.comm.methods.objects import Objects
 from asynccomm.comm.methods.observation import Observation
 from asynccomm.comm.methods.p2p import P2P
@@ -57,6 +58,7 @@ class Comm(
     TensorDicts,
     Groups,
     Observation,
+    SharedTensors,
     Windows,
 ):
     """A group of ranks that exchange tensors; made by :func:`asynccomm.new_comm`.

@@ -419,6 +419,7 @@ class Session:
             draining = isinstance(self.error, ClosedError) and self.in_flight.works
             if self.error is not None and not draining:
                 return
+            self.submitter.withdraw_tensors()  # before the error is seen anywhere
             self.submitter.error = error
             self._transport_ended = ended = Future[None]()
         for work in list(self.in_flight.works):

@@ -636,6 +636,11 @@ class Submitter:
             except Exception:  # the comm fails in any case
                 _log.exception("comm %r: the backend could not settle completed operations", self.group.name)
 
+    def withdraw_tensors(self) -> None:
+        """See ``Backend.withdraw_tensors``. From any thread."""
+        if self.backend is not None:
+            self.backend.withdraw_tensors()
+
     def abort(self) -> None:
         """Abort the transport. From any thread."""
         if self.ordering is not None:

@@ -54,6 +54,15 @@ def test_windows_writes_a_row_per_size_and_peer(tmp_path: Path, backend: str) ->
     assert all(row["asynccomm_us"] > 0 and row["peer_us"] > 0 for row in rows)
 
 
+def test_shared_tensors_writes_a_row_per_size_and_collective(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("shared_tensors.py", "--sizes", "8,300000", "--rounds", 1, "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert len(rows) == 10
+    assert all(row["asynccomm_us"] > 0 and row["peer_us"] > 0 for row in rows)
+
+
 def test_what_was_measured_outlives_an_interruption(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     command = [sys.executable, "collectives.py", "--backend", "gloo", "--sizes", "8", "--peers", "gloo"]

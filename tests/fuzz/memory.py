@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from asynccomm import Comm
+from asynccomm.backends.shm.arena import arena as shared
+
 from .program import Arena, View, torch_dtype
 from .values import content
 
@@ -16,8 +19,13 @@ UNIT = 16  # bytes; the largest element
 class Memory:
     """The arenas of one rank: bytes, which views are made of."""
 
-    def __init__(self, arenas: Sequence[Arena], rank: int) -> None:
+    def __init__(self, arenas: Sequence[Arena], rank: int, comm: Comm | None = None) -> None:
+        """With a ``comm`` in shared memory, some arenas lie there, too."""
         self.arenas = [_bytes(arena, rank) for arena in arenas]
+        if comm is not None and comm.backend in ("shm", "hierarchical"):
+            for number, whole in enumerate(self.arenas):
+                if (len(whole) // UNIT + rank + number) % 3:
+                    self.arenas[number] = shared().bytes(len(whole)).copy_(whole)  # also if the comm is broken by now
 
     def tensor(self, view: View) -> Tensor:
         """The tensor that a view stands for."""

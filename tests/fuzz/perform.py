@@ -115,7 +115,7 @@ class _Run:
     """One rank's way through a program."""
 
     def __init__(self, program: Program, expectation: Expectation, rank: int, comms: Comms) -> None:
-        self.memory = Memory(program.arenas[rank], rank)
+        self.memory = Memory(program.arenas[rank], rank, comms.world)
         self.findings: list[Finding] = []
         self._program, self._expectation, self._rank, self._comms = program, expectation, rank, comms
         self._pending: list[_Pending] = []

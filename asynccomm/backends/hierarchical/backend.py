@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final, Self, TypeVar, final
 
 import torch
+from torch import Tensor
 
 from asynccomm.backends.base import (
     Backend,
@@ -39,6 +40,7 @@ from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
 from asynccomm.backends.hierarchical.translation import translated
 from asynccomm.backends.hierarchical.windows import make_window
+from asynccomm.backends.shm.arena import arena
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
@@ -188,6 +190,9 @@ class HierarchicalBackend(Backend):
 
     # -- windows -------------------------------------------------------------------------------------------------------
 
+    def shared_tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return arena().strided(shape, stride, dtype)
+
     async def window(self, window: WindowInfo) -> BackendWindow:
         if self._only is not None:
             return await self._only.window(window)
@@ -221,6 +226,10 @@ class HierarchicalBackend(Backend):
     def _all(self) -> list[Backend]:
         found = [*self._lanes.values(), *[each for each in (self._inside, self._between) if each is not None]]
         return list(dict.fromkeys(found))
+
+    def withdraw_tensors(self) -> None:
+        for backend in self._all:
+            backend.withdraw_tensors()
 
     def drain_before_failure(self) -> None:
         for backend in self._all:

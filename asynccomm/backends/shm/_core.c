@@ -90,7 +90,7 @@ static void ring_all(Segment *s)
 
 /* in the order of the enumerations of programs.py */
 enum { IN_VECTOR, IN_SLOT, IN_RESULT, IN_RECORD, SPACES };
-enum { WAIT_NOTHING, WAIT_FREE, WAIT_POSTED, WAIT_REDUCED, WAITS };
+enum { WAIT_NOTHING, WAIT_FREE, WAIT_POSTED, WAIT_REDUCED, WAIT_READ, WAITS };
 enum { SIGNAL_NOTHING, SIGNAL_POST, SIGNAL_RESULT, SIGNAL_FINISH, SIGNALS };
 
 void core_free(PyObject *self)
@@ -133,14 +133,24 @@ void *core_zeroed(Py_ssize_t count, size_t size)
     return memory;
 }
 
-/* (space, index, offset, stride), checked so that every access of `bytes` bytes lies inside */
+/* (space, index, offset, stride, lent, lent_stride), checked so that every access of `bytes` bytes lies inside */
 static int parse_ref(const Segment *s, Program *p, PyObject *t, const Action *action, Ref *ref)
 {
     ref->space = (int)core_number_at(t, 0, 0, SPACES - 1, "space");
     ref->index = (int)core_number_at(t, 1, 0, ref->space == IN_VECTOR ? 1 << 20 : s->size - 1, "index");
     ref->offset = core_number_at(t, 2, 0, INT64_MAX / 4, "offset");
     ref->stride = core_number_at(t, 3, 0, INT64_MAX / 4, "stride");
+    ref->lent = core_number_at(t, 4, -1, INT64_MAX / 4, "lent");
+    ref->lent_stride = core_number_at(t, 5, 0, INT64_MAX / 4, "lent_stride");
     if (PyErr_Occurred()) return -1;
+    if (ref->lent >= 0) {
+        if ((ref->space != IN_SLOT && ref->space != IN_RESULT) || ref->lent_stride != action->stride) {
+            PyErr_SetString(PyExc_ValueError, "a tensor is lent for a slot or a result, at the stride of the action");
+            return -1;
+        }
+        int64_t *reach = &p->reach[ref->space == IN_RESULT];
+        if (ref->lent + action->total > *reach) *reach = ref->lent + action->total;
+    }
     if (ref->space == IN_VECTOR) {
         if (ref->index >= p->vector_count) p->vector_count = ref->index + 1;
         return 0;
@@ -212,12 +222,12 @@ static int parse_stage(const Segment *s, Program *p, PyObject *t, Stage *stage)
     return failed ? -1 : 0;
 }
 
-/* program(steps, stages) */
+/* program(steps, stages, lending), where `lending` is (slot, result) or None */
 static PyObject *Segment_program(PyObject *self, PyObject *args)
 {
     long long steps;
-    PyObject *stages;
-    if (!PyArg_ParseTuple(args, "LO", &steps, &stages)) return NULL;
+    PyObject *stages, *lending;
+    if (!PyArg_ParseTuple(args, "LOO", &steps, &stages, &lending)) return NULL;
     Py_ssize_t count = PySequence_Size(stages);
     if (count < 0) return NULL;
     if (steps < 0 || steps > UINT32_MAX) return PyErr_Format(PyExc_ValueError, "a program has up to 2**32 - 1 steps, not %lld", steps);
@@ -233,6 +243,9 @@ static PyObject *Segment_program(PyObject *self, PyObject *args)
         failed = !item || parse_stage((Segment *)self, p, item, &p->stages[k]);
         Py_XDECREF(item);
     }
+    p->may_lend = lending != Py_None;
+    for (int side = 0; side < 2 && p->may_lend && !failed; side++)
+        p->lending[side] = (int)core_number_at(lending, side, -1, p->vector_count - 1, "lending"), failed = PyErr_Occurred() != NULL;
     if (!failed) return (PyObject *)p;
     Py_DECREF(p);
     return NULL;
@@ -244,6 +257,10 @@ static inline char *place(const Run *run, const Ref *ref, uint32_t i)
 {
     const Segment *s = run->segment;
     uint64_t step = run->first + i, at = (step % (uint64_t)s->banks) * (uint64_t)s->size + (uint64_t)ref->index;
+    if (ref->lent >= 0 && run->places) {
+        char *tensor = run->places[ref->index][ref->space == IN_RESULT];
+        if (tensor) return tensor + ref->lent + (int64_t)i * ref->lent_stride;
+    }
     switch (ref->space) {
     case IN_SLOT: return s->slots + at * (uint64_t)s->chunk + ref->offset;
     case IN_RESULT: return s->results + at * (uint64_t)s->piece + ref->offset;
@@ -308,7 +325,7 @@ static void act(const Run *run, const Action *action, uint32_t i)
     }
 }
 
-/* Whether the flags are there that a stage waits for in iteration i; -1 if a rank takes part in something else. */
+/* Whether the flags are there that a stage waits for in iteration i: STUCK, MOVED, WRONG or ASKED. */
 static int ready(Run *run, const Stage *stage, uint32_t i)
 {
     Segment *s = run->segment;
@@ -331,9 +348,17 @@ static int ready(Run *run, const Stage *stage, uint32_t i)
             Word *record = record_of(s, stage->waited[k], step);
             if (record[CODE] != run->code || record[NUMEL] != run->numel || record[HISTORY] != run->history) {
                 run->wrong_rank = stage->waited[k], run->wrong_step = step;
-                return -1;
+                return WRONG;
             }
         }
+        for (int k = 0; k < stage->waited_count && run->places && !i; k++) {
+            int found = core_borrow(run, stage->waited[k]);
+            if (found != MOVED) return found;
+        }
+        return 1;
+    case WAIT_READ:
+        for (int k = 0; k < stage->waited_count && run->lends && i + 1 == run->program->steps; k++)
+            if (acquired(block_of(s, stage->waited[k]) + FINISHED) <= step) return 0;
         return 1;
     case WAIT_REDUCED:
         for (int k = 0; k < stage->waited_count; k++)
@@ -353,6 +378,12 @@ static void raise_flag(Run *run, const Stage *stage, uint32_t i)
         atomic_store_explicit(record + CODE, run->code, memory_order_relaxed);
         atomic_store_explicit(record + NUMEL, run->numel, memory_order_relaxed);
         atomic_store_explicit(record + HISTORY, run->history, memory_order_relaxed);
+        for (int side = 0; side < 2 && run->places && !i; side++) {
+            Word *words = record + INLINE + 3 * side;
+            atomic_store_explicit(words, (uint64_t)run->lent[side].start, memory_order_relaxed);
+            atomic_store_explicit(words + 1, (uint64_t)run->lent[side].nbytes, memory_order_relaxed);
+            atomic_store_explicit(words + 2, (uint64_t)run->lent[side].offset, memory_order_relaxed);
+        }
         released(record + SEQ, step + 1);
         break;
     }
@@ -373,7 +404,7 @@ int core_pass(Run *run)
         uint32_t i = run->done[k];
         if (i < limit) {
             int is_ready = ready(run, stage, i);
-            if (is_ready < 0) return WRONG;
+            if (is_ready == WRONG || is_ready == ASKED) return is_ready;
             if (is_ready) {
                 for (int a = 0; a < stage->action_count; a++) act(run, &stage->actions[a], i);
                 raise_flag(run, stage, i);
@@ -383,7 +414,7 @@ int core_pass(Run *run)
         }
         limit = i;
     }
-    if (limit == p->steps) return DONE;
+    if (limit == p->steps) return run->borrows && core_withdrawn(run) ? WRONG : DONE;
     return p->steps == 1 ? STUCK : moved; /* of one step, all that is ready has been done */
 }
 
@@ -391,7 +422,7 @@ int core_drive(Run *run, Pace *pace)
 {
     for (;;) {
         int result = core_pass(run);
-        if (result == DONE || result == WRONG || !core_continues(run->segment, pace, result == MOVED)) return result;
+        if (result == DONE || result == WRONG || result == ASKED || !core_continues(run->segment, pace, result == MOVED)) return result;
     }
 }
 
@@ -431,7 +462,8 @@ static PyObject *Run_next(PyObject *self)
     run->running = 0;
     if (result == DONE) return NULL;
     if (result == WRONG) return wrong(run);
-    return PyBool_FromLong(result == MOVED);
+    if (result == ASKED && core_map(run)) return NULL;
+    return PyBool_FromLong(result != STUCK);
 }
 
 /* drive(patience, stretch, events) -> whether it is done; seconds */
@@ -462,6 +494,7 @@ static PyObject *Run_begin(PyObject *self, PyObject *args)
     }
     run->first = first, run->code = code, run->numel = numel, run->history = history, run->begun = 1;
     memset(run->done, 0, (size_t)run->program->stage_count * sizeof *run->done);
+    core_lend(run);
     Py_RETURN_NONE;
 }
 
@@ -472,7 +505,7 @@ static void Run_dealloc(PyObject *self)
     Run *run = (Run *)self;
     if (run->vectors)
         for (int k = 0; k < run->program->vector_count; k++) free(run->vectors[k].pieces);
-    free(run->vectors), free(run->reductions), free(run->done), free(run->sources);
+    free(run->vectors), free(run->reductions), free(run->done), free(run->sources), free(run->places), free(run->known);
     Py_XDECREF((PyObject *)run->segment), Py_XDECREF((PyObject *)run->program), Py_XDECREF(run->mismatch), Py_XDECREF(run->owners);
     core_free(self);
 }
@@ -543,6 +576,8 @@ Run *core_new_run(Segment *segment, Program *p, PyObject *reductions, PyObject *
     run->reductions = core_zeroed(p->kernel_count, sizeof(Reduction));
     run->sources = core_zeroed(p->most_sources, sizeof(void *));
     int failed = !run->done || !run->vectors || !run->reductions || !run->sources;
+    if (p->may_lend && !failed)
+        failed = !(run->places = core_zeroed(segment->size, sizeof *run->places)) || !(run->known = core_zeroed(segment->size, 1));
     for (int k = 0; k < p->kernel_count && !failed; k++) {
         PyObject *item = PySequence_GetItem(reductions, k);
         failed = !item || parse_reduction(item, &run->reductions[k]);
@@ -572,7 +607,10 @@ static PyObject *Segment_run(PyObject *self, PyObject *args)
         failed = !item || parse_vector(item, &run->vectors[k]);
         Py_XDECREF(item);
     }
-    if (!failed && !core_check_vectors(run)) return (PyObject *)run;
+    if (!failed && !core_check_vectors(run)) {
+        core_lend(run);
+        return (PyObject *)run;
+    }
     Py_DECREF((PyObject *)run);
     return NULL;
 }
@@ -583,7 +621,9 @@ static void Segment_dealloc(PyObject *self)
 {
     Segment *s = (Segment *)self;
     for (int rank = 0; s->links && rank < s->size; rank++) Py_XDECREF((PyObject *)s->links[rank]);
-    free(s->links), free(s->bells);
+    for (int rank = 0; s->borrowed && rank < s->size; rank++) free(s->borrowed[rank].extents);
+    free(s->links), free(s->bells), free(s->borrowed);
+    Py_XDECREF(s->peers);
     PyBuffer_Release(&s->memory);
     core_free(self);
 }
@@ -622,7 +662,7 @@ static PyObject *Segment_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
         Py_XDECREF(pair);
         if (PyErr_Occurred()) goto fail;
     }
-    if (!(s->links = core_zeroed(size, sizeof *s->links))) goto fail;
+    if (!(s->borrowed = core_zeroed(size, sizeof *s->borrowed)) || !(s->links = core_zeroed(size, sizeof *s->links))) goto fail;
     for (int r = 0; r < size; r++)
         if (!(s->links[r] = (LinkState *)PyType_GenericAlloc(Core_LinkState, 0))) goto fail;
     return (PyObject *)s;
@@ -742,6 +782,7 @@ static PyMethodDef segment_methods[] = {
     {"run", Segment_run, METH_VARARGS, "A run of a program: an iterator, and `drive`."},
     {"transfer", core_transfer, METH_VARARGS, "Write and read frames of long messages; the bytes moved of each."},
     {"link", Segment_link, METH_O, "The LinkState of a peer."},
+    {"map_by", core_map_by, METH_O, "Have a PeerMemory map the tensors of other ranks."},
     {"interrupt", Segment_interrupt, METH_NOARGS, "Make `drive` return soon. From any thread."},
     {"resume", Segment_resume, METH_NOARGS, "End an interruption."},
     {NULL, NULL, 0, NULL},
@@ -779,7 +820,7 @@ PyMODINIT_FUNC PyInit__core(void)
     if (!Core_Segment || !Core_Program || !Run_Type || !Core_RankPosition || !Core_LinkState
         || PyModule_AddObjectRef(m, "Segment", (PyObject *)Core_Segment)
         || PyModule_AddObjectRef(m, "RankPosition", (PyObject *)Core_RankPosition)
-        || PyModule_AddFunctions(m, window_functions) || core_add_fast_path(m)) {
+        || PyModule_AddFunctions(m, window_functions) || core_add_lending(m) || core_add_fast_path(m)) {
         Py_DECREF(m);
         return NULL;
     }

@@ -40,6 +40,21 @@ extern const int64_t core_item_bytes[DTYPES];
 
 typedef _Atomic uint64_t Word;
 
+/* A place in an arena: an extent, and an offset in it. No bytes: there is no place. */
+typedef struct {
+    int64_t start, nbytes, offset;
+} Lent;
+
+/* The extents of a rank that are mapped here. */
+typedef struct {
+    char *address;
+    int64_t start, nbytes;
+} Mapped;
+typedef struct {
+    int count;
+    Mapped *extents;
+} Borrowed;
+
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
@@ -56,10 +71,12 @@ typedef struct {
     unsigned spins;          /* before a waiting run offers its core */
     int64_t contended_until; /* nanoseconds: other threads keep the cores that they are offered */
     struct LinkState **links; /* by rank */
+    PyObject *peers;          /* a PeerMemory, or NULL */
+    Borrowed *borrowed;       /* by rank */
 } Segment;
 
 /* words of a rank's block and of a record, as in layout.py */
-enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, BLOCK_WORDS = 64 };
+enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, WITHDRAWN = 50, BLOCK_WORDS = 64 };
 enum { SEQ = 0, CODE = 1, NUMEL = 2, HISTORY = 3, INLINE = 4, RECORD_WORDS = 16 };
 
 static inline Word *block_of(const Segment *s, int rank) { return s->blocks + rank * BLOCK_WORDS; }
@@ -90,6 +107,7 @@ typedef struct LinkState {
 typedef struct {
     int space, index; /* index: of a vector, or a rank */
     int64_t offset, stride;
+    int64_t lent, lent_stride; /* the place in a tensor that is lent; lent: -1 for none */
 } Ref;
 
 typedef struct {
@@ -110,6 +128,8 @@ typedef struct {
     int stage_count, vector_count, kernel_count, most_sources;
     int64_t bytes_per_step;
     Stage *stages;
+    int may_lend, lending[2]; /* lending: the vectors that stand in for slots, and for results; -1: none */
+    int64_t reach[2];         /* bytes of such a tensor of another rank that are used */
 } Program;
 
 typedef struct {
@@ -144,9 +164,20 @@ typedef struct {
     uint32_t *done; /* iterations, by stage */
     Vector *vectors;
     void **sources; /* of one reduction */
+    /* of a program that may lend; `places` is NULL otherwise */
+    char *(*places)[2]; /* by rank: tensors in place of slots and of results, or NULL */
+    char *known;        /* by rank: whether the tensors that it lends are known */
+    Lent lent[2];
+    int lends, borrows; /* whether this rank lends; whether another one does */
+    int asked;          /* the rank whose tensors are to be mapped */
 } Run;
 
-enum { STUCK, MOVED, DONE, WRONG };
+/* WRONG: see `wrong_rank`; ASKED: Python has to map tensors (core_map) */
+enum { STUCK, MOVED, DONE, WRONG, ASKED };
+
+/* in place of `wrong_step`: board.Fault */
+#define IMPOSSIBLE (UINT64_MAX - 1)
+#define HAS_WITHDRAWN UINT64_MAX
 
 extern PyTypeObject *Core_Segment, *Core_Program, *Core_RankPosition, *Core_LinkState;
 
@@ -163,6 +194,25 @@ Run *core_new_run(Segment *segment, Program *program, PyObject *reductions, PyOb
 
 /* The vectors of reductions must be in one piece; -1 with an exception otherwise. */
 int core_check_vectors(const Run *run);
+
+/* ---- tensors in place of slots: _lending.c ------------------------------------------------------------------------- */
+
+/* Find the tensors that a run lends, once its vectors are known. Under the GIL. */
+void core_lend(Run *run);
+
+/* Find the tensors that a rank lends, which has posted the first step: MOVED, WRONG or ASKED. */
+int core_borrow(Run *run, int rank);
+
+/* Have Python map the tensors of `asked`; -1 with an exception. */
+int core_map(Run *run);
+
+/* Whether a rank has withdrawn its tensors, behind the last read: the run is WRONG then. */
+int core_withdrawn(Run *run);
+
+PyObject *core_map_by(PyObject *segment, PyObject *peers);
+int core_add_lending(PyObject *module);
+
+/* ---- passes -------------------------------------------------------------------------------------------------------- */
 
 /* Take each stage on by one iteration, if it is ready and the stage before it is ahead. */
 int core_pass(Run *run);

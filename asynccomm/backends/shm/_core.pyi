@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from asynccomm.backends.shm.peer_memory import PeerMemory
 from asynccomm.core.work import Work
 from asynccomm.ops import Op
 
@@ -49,7 +50,7 @@ class Segment:
         bells: Sequence[tuple[int, int]],
         /,
     ) -> Segment: ...
-    def program(self, steps: int, stages: Sequence[Any], /) -> Program:
+    def program(self, steps: int, stages: Sequence[Any], lending: tuple[int, int] | None, /) -> Program:
         """Compile a ``programs.Program``. Raises: ValueError for an access outside of the segment."""
 
     def run(
@@ -90,6 +91,9 @@ class Segment:
             patience: with ``stretch`` and ``events``, an ``executor.Pace``.
         """
 
+    def map_by(self, peers: PeerMemory, /) -> None:
+        """Have ``peers`` map the tensors that other ranks lend."""
+
     def link(self, rank: int, /) -> LinkState:
         """The counters of the rings to and from a peer."""
 
@@ -126,3 +130,9 @@ class HeldCall:
 
 def signal(words: memoryview, index: int, value: int, add: bool, /) -> None:
     """Set the 64-bit word at ``index``, or add to it: atomic, with a full fence. Raises: ValueError for the index."""
+
+def add_extent(address: int, nbytes: int, start: int, /) -> None:
+    """Note an extent of this process's arena, at ``start`` in its file."""
+
+def remove_extent(address: int, /) -> None:
+    """Forget an extent. Raises: KeyError."""

@@ -585,6 +585,7 @@ int core_start(FastPath *f, Entry *entry, char *const *data, long long number)
 {
     begin(f, entry, number);
     core_place(entry, data);
+    core_lend(entry->run);
     return run_on(f, entry->run);
 }
 

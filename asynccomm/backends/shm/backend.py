@@ -2,6 +2,7 @@
 
 The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory ordering), ``segment``, ``handshake``
 and ``bootstrap`` (creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``board``,
+``arena`` and ``peer_memory`` (tensors that ranks lend each other),
 ``reduction``, ``programs``, ``reference`` and ``executor`` (steps of collectives), ``schedule`` and ``lowering``
 (programs of operations), ``fast_path`` (small collectives in C), ``doorbell``, ``progress_thread`` and ``engine``
 (waking ranks, and making progress). ``bakery``, ``window_parts`` and ``windows`` are beside these.
@@ -18,8 +19,11 @@ from functools import partial
 from typing import ClassVar, Final, Self, final
 
 import anyio.to_thread
+import torch
+from torch import Tensor
 
 from asynccomm.backends.base import Backend, BackendContext, DirectCalls, FastCalls, Submission
+from asynccomm.backends.shm.arena import arena
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
@@ -34,6 +38,7 @@ from asynccomm.backends.shm.settings import (
 )
 from asynccomm.backends.shm.windows import ShmWindow, WindowPace
 from asynccomm.core.work import Work
+from asynccomm.errors import BackendError
 from asynccomm.ops import WindowInfo
 
 NAMED: Final = 8  # messages that a warning names
@@ -69,6 +74,7 @@ class ShmBackend(Backend):
         self._withdrawn = False
         self._released = False
         self._windows: set[ShmWindow] = set()
+        self._arena = arena()
         self._loop.add_reader(bell, engine.on_bell, bell)
         for rank, fd in enumerate(mapping.liveness_fds):
             if fd >= 0:
@@ -94,11 +100,13 @@ class ShmBackend(Backend):
                         await anyio.to_thread.run_sync(wake_up_seconds)
                     patience = patience_for(context.group.size)
                 worker = shared_thread()
+                memory = arena().hold()
+                unless_connected.callback(arena().release)
                 bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            except (OSError, RuntimeError) as exc:  # no descriptors or threads left; the other ranks must be informed
+            except (OSError, RuntimeError, BackendError) as exc:  # no descriptors or threads left: the others must know
                 await report_unsupported(context, str(exc))
             unless_connected.callback(os.close, bell)
-            mapping = await bootstrap_segment(context, settings.as_dict(), layout, (bell, worker.bell))
+            mapping = await bootstrap_segment(context, settings.as_dict(), layout, (bell, worker.bell), memory)
             unless_connected.callback(mapping.close)
             stretch = yield_seconds(context.hints)
             engine = Engine(context, layout, settings, mapping, worker, patience, stretch)
@@ -116,6 +124,9 @@ class ShmBackend(Backend):
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         return self._engine.fast_path(calls)
 
+    def shared_tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return arena().strided(shape, stride, dtype)
+
     async def window(self, window: WindowInfo, *, guests: int = 0) -> ShmWindow:
         pace = WindowPace(self._engine.inline_bytes, self._engine.patience)
         made = await ShmWindow.connect(self._context, window, self._worker, pace, guests)
@@ -130,6 +141,9 @@ class ShmBackend(Backend):
 
     def drain_before_failure(self) -> None:
         self._engine.drain_before_failure()
+
+    def withdraw_tensors(self) -> None:
+        self._engine.withdraw_tensors()
 
     async def aclose(self) -> None:
         if unreceived := self._engine.unreceived():
@@ -178,4 +192,5 @@ class ShmBackend(Backend):
             window.close()
         self._loop.remove_reader(self._bell)
         self._mapping.close()
+        self._arena.release()
         os.close(self._bell)

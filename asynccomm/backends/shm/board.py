@@ -10,15 +10,18 @@ it last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
+from asynccomm.backends.shm.arena import Lent
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import HEADER, WORD, Layout, RecordWord, Word
+from asynccomm.backends.shm.peer_memory import PeerMemory
 from asynccomm.backends.shm.programs import Space
-from asynccomm.errors import BackendError, CollectiveMismatchError
+from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
@@ -26,6 +29,14 @@ MIX: Final = 0x9E3779B97F4A7C15  # any odd number with well-mixed bits
 MASK: Final = (1 << 64) - 1
 CACHED_VIEWS: Final = 4096  # views of memory of the segment
 LARGEST: Final = 1 << 48  # upper limit of a number in a header: exceeds the bytes or steps of any memory
+
+
+@final
+class Fault(IntEnum):
+    """Numbers in place of a step, for other faults of a rank than a difference; as in ``_core.h``."""
+
+    IMPOSSIBLE = MASK - 1  #: its tensor is smaller than the collective needs
+    WITHDRAWN = MASK  #: its tensor may have changed
 
 
 @final
@@ -56,6 +67,7 @@ class Board:
         state: a new ``RankPosition``, or its form in C.
         words, data: the whole segment as 64-bit words and as bytes.
         notify: called after each post and finish, for which other ranks may be asleep.
+        peers: the tensors that the other ranks lend.
     """
 
     def __init__(
@@ -67,6 +79,7 @@ class Board:
         fence: Fence,
         notify: Callable[[], None],
         state: Any = None,
+        peers: PeerMemory | None = None,
     ) -> None:
         self.rank = rank
         self.size: int = layout.size
@@ -74,6 +87,8 @@ class Board:
         self.layout = layout
         self.chunk: int = layout.chunk
         self.state: RankPosition = RankPosition() if state is None else state
+        self.peers: PeerMemory = PeerMemory() if peers is None else peers
+        self._withdrawn = [(r, layout.word(r, Word.WITHDRAWN)) for r in self.others]
         self._banks = layout.banks
         self._words = words
         self._data = data
@@ -133,11 +148,17 @@ class Board:
         self._order()  # later writes stay behind the readers' last reads
         return step < self._free
 
-    def post(self, step: int) -> None:
-        """Publish that this rank's slot of ``step`` is filled."""
+    def post(self, step: int, lent: Sequence[int] = ()) -> None:
+        """Publish that this rank's slot of ``step`` is filled.
+
+        Args:
+            lent: where this rank's tensors lie, for the first step of a collective that may lend them.
+        """
         words = self._words
         record = self._records[step % self._banks][self.rank]
         state = self.state
+        for k, word in enumerate(lent, record + RecordWord.INLINE):
+            words[k] = word
         words[record + RecordWord.CODE], words[record + RecordWord.NUMEL] = state.code, state.numel
         words[record + RecordWord.HISTORY] = state.history
         self._order()
@@ -160,6 +181,28 @@ class Board:
             if words[i + 1] != code or words[i + 2] != numel or words[i + 3] != history:
                 raise self.difference(rank, step)
         return True
+
+    def lent(self, rank: int, step: int) -> tuple[Lent, Lent]:
+        """Where the tensors of a rank lie that has posted ``step``: those for its slots, and for its results."""
+        start = self._records[step % self._banks][rank] + RecordWord.INLINE
+        words = self._words[start : start + 6].tolist()
+        return Lent(*words[:3]), Lent(*words[3:])
+
+    def finished(self, step: int, ranks: Sequence[int]) -> bool:
+        """Whether ``ranks`` have finished reading in ``step``."""
+        words = self._words
+        for rank in ranks:
+            if words[self._all_finished[rank]] <= step:
+                return False
+        self._order()  # later writes of lent tensors stay behind the readers' last reads
+        return True
+
+    def check_lent(self) -> None:
+        """Raise the error for a rank that has withdrawn its tensors, behind the last read of them."""
+        self._order()
+        for rank, word in self._withdrawn:
+            if self._words[word]:
+                raise self.difference(rank, Fault.WITHDRAWN)
 
     def post_result(self, step: int) -> None:
         """Publish that this rank's result of ``step`` is filled."""
@@ -187,8 +230,12 @@ class Board:
         last = self.state.step - 1
         return bool(self._words[self._records[last % self._banks][rank]] <= last)
 
-    def difference(self, rank: int, step: int) -> CollectiveMismatchError:
-        """The error for a rank that has filled its slot of ``step`` for another collective."""
+    def difference(self, rank: int, step: int) -> BrokenError:
+        """The error for a rank that has filled its slot of ``step`` for another collective, or for a ``Fault``."""
+        if step == Fault.WITHDRAWN:
+            return BackendError(f"an operation has failed on rank {rank} while {self.state.op} read the rank's tensor")
+        if step == Fault.IMPOSSIBLE:
+            return BackendError(f"rank {rank} lends for {self.state.op} a tensor that cannot be")
         i = self._records[step % self._banks][rank]
         words = self._words[i + RecordWord.CODE], self._words[i + RecordWord.NUMEL]
         described = describe(words)

@@ -2,7 +2,8 @@
 
 1. Rank 0 listens at an abstract address (which leaves no file behind), and announces the address.
 2. Each other rank connects. Both sides check the other side's user, and a token from the announcement. The rank sends
-   its descriptors to rank 0: its two doorbells, and one end of a pipe that reads EOF when the rank is lost.
+   its descriptors to rank 0: its two doorbells, one end of a pipe that reads EOF when the rank is lost, and perhaps the
+   memory of its tensors (``arena.py``).
 3. Rank 0 sends the segment to all ranks with all other ranks' descriptors. Each rank maps the segment, and reports the
    result to rank 0.
 4. Rank 0 sends the verdict: all ranks have mapped the segment, or the problem of the lowest rank that has one.
@@ -63,6 +64,7 @@ class PeerMapping:
     bells: list[tuple[int, int]]  #: eventfds by rank; the caller of ``bootstrap_segment`` owns those of this rank
     liveness_fds: list[int]  #: by rank, the end of a pipe that reads EOF when the rank is lost; -1 for this rank
     liveness_fd: int  #: the writing end of this rank's own pipe
+    arenas: list[int]  #: by rank, the memory of its tensors, for reading; empty if none was handed over
     descriptors: FdBag = field(repr=False)  #: the descriptors that ``close`` closes
 
     def close(self) -> None:
@@ -87,7 +89,11 @@ async def report_unsupported(context: BackendContext, reason: str) -> NoReturn:
 
 
 async def bootstrap_segment(
-    context: BackendContext, settings: Mapping[str, int], layout: SegmentLayout, bells: tuple[int, int]
+    context: BackendContext,
+    settings: Mapping[str, int],
+    layout: SegmentLayout,
+    bells: tuple[int, int],
+    arena: int | None = None,
 ) -> PeerMapping:
     """Bootstrap a segment that all ranks share. Collective, without a timeout; cancellation closes all descriptors.
 
@@ -95,6 +101,7 @@ async def bootstrap_segment(
         settings: hints that must have the same values on all ranks.
         layout: the layout of the segment, which follows from the settings.
         bells: eventfds that wake this rank's event loop and its progress thread.
+        arena: a descriptor of the memory of this rank's tensors; all ranks give one, or none does.
 
     Raises:
         UnsuitableError: on all ranks, if some of them cannot share memory or their settings differ.
@@ -108,7 +115,7 @@ async def bootstrap_segment(
         unless_shared.callback(ours.close)
         try:
             there, liveness_fd = (ours.add(fd) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
-            mine = (*bells, there)
+            mine = (*bells, there) if arena is None else (*bells, there, arena)
             side = RootSide(context.group, ours, mine) if rank == 0 else PeerSide(size, ours, mine)
         except OSError as exc:
             await report_unsupported(context, str(exc.strerror))
@@ -119,12 +126,13 @@ async def bootstrap_segment(
                 segment, handed = await _connect_to_root(context, settings, layout, side)
         ours.close_one(there)  # the peers have duplicates, and a rank does not watch itself
         unless_shared.pop_all()
-    handed[rank] = (*bells, -1)
+    handed[rank] = (*bells, -1) if arena is None else (*bells, -1, arena)
     return PeerMapping(
         segment=segment,
-        bells=[handed[r][:2] for r in range(size)],
+        bells=[(handed[r][0], handed[r][1]) for r in range(size)],
         liveness_fds=[handed[r][2] for r in range(size)],
         liveness_fd=liveness_fd,
+        arenas=[] if arena is None else [handed[r][3] for r in range(size)],
         descriptors=ours,
     )
 

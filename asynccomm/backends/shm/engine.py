@@ -36,6 +36,7 @@ from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout, State, Word
 from asynccomm.backends.shm.lowering import start
 from asynccomm.backends.shm.p2p import Messages
+from asynccomm.backends.shm.peer_memory import PeerMemory
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.rings import Mapped
@@ -86,6 +87,7 @@ class Engine:
         self._state = layout.word(group.rank, Word.STATE)
         self._states = [layout.word(rank, Word.STATE) for rank in range(group.size)]
         self._place = layout.word(group.rank, Word.PLACE)
+        self._withdrawn = layout.word(group.rank, Word.WITHDRAWN)
         homes = [(member.host, member.pid) for member in context.members]
         self._places = [  # without ranks of this process, which share one progress thread
             layout.word(rank, Word.PLACE) for rank, home in enumerate(homes) if home != homes[group.rank]
@@ -94,7 +96,8 @@ class Engine:
         self._bells = Bells(group.rank, layout, words, fence, mapping.bells)
         core = load_core()
         state = None if isinstance(core, CoreUnavailable) else core.RankPosition()
-        self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all, state)
+        peers = PeerMemory(mapping.arenas)
+        self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all, state, peers)
         self._position = self._board.state
         self._executor = Executor(self._board, mapping.segment.raw, mapping.bells, core)
         self._finished: deque[Submission] = deque()  # done, to be settled after the lock is released
@@ -484,9 +487,15 @@ class Engine:
         Fence().full()  # the engine's own fence belongs to the lock holder
         self._executor.interrupt()
 
+    def withdraw_tensors(self) -> None:
+        """Make peers fail that read this rank's tensors from now on: see ``programs``. From any thread."""
+        self._words[self._withdrawn] = 1
+        Fence().full()  # the engine's own fence belongs to the lock holder
+
     def abort(self) -> None:
         """Drop all operations now, or when the driving thread releases the lock. From any thread."""
         self._position.dead = True
+        self.withdraw_tensors()
         if self._words[self._state] == State.HERE:
             self._words[self._state] = State.ABORTED
             Fence().full()  # the engine's own fence belongs to the lock holder

@@ -64,6 +64,7 @@ class Executor:
         self.segment: _core.Segment | None = None  #: the segment as the executor in C knows it
         if not isinstance(core, CoreUnavailable):
             self.segment = core_segment(core, board.layout, board.rank, memory, bells)
+            self.segment.map_by(board.peers)
 
     def compiled(self, key: Hashable, build: Callable[[], Program]) -> Compiled:
         """The program of ``key``, which ``build`` makes the first time."""

@@ -36,7 +36,9 @@ REFUSED: Final = b"refused"  # sent to a connection that is rejected for good
 
 HELLO: Final = struct.Struct(f"={TOKEN_BYTES}sI")  # token, rank
 
-Handed = tuple[int, int, int]  # descriptors that each rank sends to the others: two doorbells and its liveness pipe
+# descriptors that each rank sends to the others: two doorbells, its liveness pipe, and perhaps more, the same number on
+# all ranks
+Handed = tuple[int, ...]
 
 _HexToken: TypeAlias = Annotated[str, Meta(pattern=f"^([0-9a-f]{{{2 * TOKEN_BYTES}}})?$")]
 
@@ -109,7 +111,7 @@ class RootSide:
         self.segment: Segment | None = None  #: dropped by ``close``: the frames of an error would keep its mapping
         self.problem: str = ""  #: why rank 0 could not connect all ranks
         self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
-        self._comm, self._size = group.name, group.size
+        self._comm, self._size, self._each = group.name, group.size, len(mine)
         self._loop = asyncio.get_running_loop()
         self._name = f"asynccomm-{secrets.token_hex(16)}"
         self._ask, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
@@ -182,8 +184,7 @@ class RootSide:
             self._admission.refuse(line, wrong)
             return
         self._admission.remove(line)
-        bell, second_bell, liveness_fd = (self.ours.add(fd) for fd in message.fds)
-        self.handed[rank] = (bell, second_bell, liveness_fd)
+        self.handed[rank] = tuple([self.ours.add(fd) for fd in message.fds])
         self._lines[rank] = line
         line.receive = functools.partial(self._on_report, rank)
         with contextlib.suppress(OSError):  # the connection reports its own end
@@ -211,8 +212,8 @@ class RootSide:
         if not 0 < rank < self._size or rank in self._lines:
             return 0, "as a rank that has come already or does not exist"
         if not message.whole:
-            self._fail(f"rank 0 cannot share memory: {_too_many(self._size)}")
-        if not message.whole or len(message.fds) != 3:
+            self._fail(f"rank 0 cannot share memory: {_too_many(self._each * self._size)}")
+        if not message.whole or len(message.fds) != self._each:
             return 0, "without the descriptors of a rank"
         return rank, ""
 
@@ -306,7 +307,7 @@ class PeerSide:
         self._verdict: str | None = None  # of rank 0; empty: all ranks have mapped the segment
         self._asked = False  # for a result in the store
         self._welcome = b""
-        self._due = 1 + 3 * (size - 1)  # descriptors that have not arrived yet
+        self._due = 1 + len(mine) * (size - 1)  # descriptors that have not arrived yet
         self._garbled = False
         self._news = asyncio.Event()
 
@@ -377,16 +378,17 @@ class PeerSide:
     async def receive_fds(self, others: Sequence[int]) -> tuple[int, dict[int, Handed]]:
         """Receive the segment's descriptor and those of each of ``others``. Raises: BackendError, PeerLostError."""
         fds: list[int] = []
-        while len(fds) < 1 + 3 * len(others):
+        each = len(self._mine)
+        while len(fds) < 1 + each * len(others):
             await self._wait_until(lambda: bool(self._inbox) or self._garbled or self._verdict is not None)
             if not self._inbox:
                 raise BackendError(_UNREADABLE)
             message = self._inbox.popleft()
             if not message.whole:
-                raise BackendError(_too_many(len(others) + 1))
+                raise BackendError(_too_many(each * (len(others) + 1)))
             fds += message.fds
-        handed = {rank: (fds[i], fds[i + 1], fds[i + 2]) for rank, i in zip(others, range(1, len(fds), 3), strict=True)}
-        return fds[0], handed
+        starts = range(1, len(fds), each)
+        return fds[0], {rank: tuple(fds[i : i + each]) for rank, i in zip(others, starts, strict=True)}
 
     async def verdict(self, problem: str) -> str:
         """Report ``problem`` to rank 0 (empty: none), and wait for the verdict: a problem, or empty.
@@ -433,6 +435,6 @@ def _lost(rank: int) -> PeerLostError:
     return PeerLostError(rank, "it left while the ranks were connecting")
 
 
-def _too_many(size: int) -> str:
+def _too_many(files: int) -> str:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"{3 * size} more open files than now exceed the limit of {limit} (ulimit -n)"
+    return f"{files} more open files than now exceed the limit of {limit} (ulimit -n)"

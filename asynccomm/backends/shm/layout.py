@@ -36,6 +36,7 @@ class Word(IntEnum):
     SLEEPING = 32  #: for each of this rank's two bells, whether to ring it on a publication; the ringing rank clears it
     STATE = 48  #: a :class:`State`
     PLACE = 49  #: CPU that this rank's progress thread has woken up on, plus one; 0 while it is asleep
+    WITHDRAWN = 50  #: whether tensors of this rank that others may read can have changed: an operation has failed here
 
 
 @final
@@ -46,7 +47,8 @@ class RecordWord(IntEnum):
     CODE = 1  #: with NUMEL, the signature of the collective
     NUMEL = 2
     HISTORY = 3  #: a hash of all collectives before
-    INLINE = 4  #: the first word of the data that fit here, and need no slot
+    #: the first word of the data that fit here, and need no slot; or where the tensors lie that the rank lends
+    INLINE = 4
 
 
 @final

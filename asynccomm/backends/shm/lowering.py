@@ -36,6 +36,10 @@ from asynccomm.ops import (
     TensorOp,
 )
 
+# a collective of so many bytes of each rank may read the ranks' tensors in place of copies in slots; in exchange, the
+# owner of a tensor waits for its readers: bench/shared_tensors.py
+LENT_BYTES: Final = 128 << 10
+
 
 @final
 class Lowered(NamedTuple):
@@ -122,8 +126,8 @@ def _reduce(executor: Executor, submission: Submission, whole: int) -> Lowered:
 def _transfer(executor: Executor, submission: Submission, whole: int) -> Lowered:
     """The lowering of an operation that is one part, of which each step takes as much as fits."""
     board = executor.board
-    key, part, operands, lands, reductions, owners = schedule(board, submission)
     nbytes, split = extent(submission.op, board.size)
+    key, part, operands, lands, reductions, owners = schedule(board, submission, nbytes >= LENT_BYTES)
     room = room_per_reader(board.chunk, board.size) if split else board.chunk
     steps = steps_for(nbytes, room)
     compiled = executor.compiled((key, steps), lambda: program(steps, part(room)))

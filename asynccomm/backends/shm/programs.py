@@ -18,6 +18,16 @@ The collectives have four forms:
   (reduce-scatter, then all-gather), chunk by chunk through slots that stay in the caches.
 
 Reductions combine in rank order on every rank, so all ranks hold the same bits. Lengths and offsets are in bytes.
+
+A rank *lends* its tensor if that lies in memory that the others can read (``arena.py``): the tensor stands in for the
+rank's slots, or its results. With its first step the rank publishes where the tensor lies, and each reader reads there
+in place of the slot; copies from the tensor to the slot, and back, are left out. Only the owner writes a tensor, and
+its collective ends when all ranks have finished reading (``Wait.READ``). Each rank lends or does not lend for itself,
+so all ranks have the same steps in any case.
+
+The owner of a tensor may change it as soon as its own operation has failed, perhaps while others still read. It has
+set its word ``WITHDRAWN`` before; and a rank that has used lent tensors, or results that other ranks have made of them,
+looks at these words behind its last read, and fails where one is set.
 """
 
 from __future__ import annotations
@@ -48,6 +58,7 @@ class Wait:
     FREE: Final = 1  #: this rank may fill its slot
     POSTED: Final = 2  #: the stage's ranks have filled their slots, for the same collective
     REDUCED: Final = 3  #: the stage's ranks have filled their results
+    READ: Final = 4  #: the stage's ranks have finished reading in the last step, if this rank lends tensors
 
 
 @final
@@ -61,12 +72,17 @@ class Signal:
 
 
 class Ref(NamedTuple):
-    """A place in memory: byte ``offset + step * stride`` of a vector, or byte ``offset`` of the step's own memory."""
+    """A place in memory: byte ``offset + step * stride`` of a vector, or byte ``offset`` of the step's own memory.
+
+    Where a rank lends a tensor for its slot or result, the place is byte ``lent + step * lent_stride`` of the tensor.
+    """
 
     space: int  #: of :class:`Space`
     number: int
     offset: int = 0
     stride: int = 0
+    lent: int = -1  #: -1: no tensor stands in
+    lent_stride: int = 0
 
 
 class Action(NamedTuple):
@@ -92,11 +108,19 @@ class Stage(NamedTuple):
     signal: int  #: of :class:`Signal`
 
 
+class Lending(NamedTuple):
+    """The vectors that a rank may lend; -1 for none."""
+
+    slot: int = -1
+    result: int = -1
+
+
 class Program(NamedTuple):
     """The steps of one rank in a collective."""
 
     steps: int
     stages: tuple[Stage, ...]
+    lending: Lending | None = None  #: None: no rank lends tensors in this collective
 
 
 class Part(NamedTuple):
@@ -105,6 +129,8 @@ class Part(NamedTuple):
     fill: tuple[Action, ...]
     take: tuple[Action, ...]
     givers: tuple[int, ...]  #: this rank reads the slots of these ranks
+    lending: Lending | None = None  #: as in a ``Program``
+    readers: tuple[int, ...] = ()  #: the ranks that may read tensors that this rank lends
 
 
 def steps_for(nbytes: int, per_step: int) -> int:
@@ -119,10 +145,10 @@ def room_per_reader(chunk: int, size: int) -> int:
 
 def program(steps: int, part: Part) -> Program:
     """The program that takes one part through ``steps`` steps."""
-    return Program(
-        steps,
-        (Stage(Wait.FREE, (), part.fill, Signal.POST), Stage(Wait.POSTED, part.givers, part.take, Signal.FINISH)),
-    )
+    stages = [Stage(Wait.FREE, (), part.fill, Signal.POST), Stage(Wait.POSTED, part.givers, part.take, Signal.FINISH)]
+    if part.lending is not None:
+        stages.append(Stage(Wait.READ, part.readers, (), Signal.NOTHING))
+    return Program(steps, tuple(stages), part.lending)
 
 
 def barrier(rank: int, size: int) -> Part:
@@ -130,7 +156,14 @@ def barrier(rank: int, size: int) -> Part:
     return Part((), (), others(rank, size))
 
 
-def published(rank: int, source: int | None, targets: Sequence[tuple[int, int]], room: int) -> Part:
+def published(
+    rank: int,
+    source: int | None,
+    targets: Sequence[tuple[int, int]],
+    room: int,
+    lends: bool | None = None,
+    readers: tuple[int, ...] = (),
+) -> Part:
     """A part in which this rank's vector is for all readers.
 
     The vectors: this rank's, if it has one, then one for each target.
@@ -139,23 +172,39 @@ def published(rank: int, source: int | None, targets: Sequence[tuple[int, int]],
         source: bytes of this rank's vector; None without.
         targets: the ranks that this rank needs data of, and their bytes.
         room: bytes of a slot.
+        lends: whether this rank may lend its vector; None: no rank does.
+        readers: the ranks that may read it then.
     """
     fill: list[Action] = []
     take: list[Action] = []
     mine = Ref(Space.VECTOR, 0, 0, room)
+    lent = -1 if lends is None else 0
+
+    def slot(giver: int) -> Ref:
+        return Ref(Space.SLOT, giver, 0, 0, lent, room)
+
     if source:
-        fill.append(_copy(Ref(Space.SLOT, rank), mine, source, room))
+        fill.append(_copy(slot(rank), mine, source, room))
     for number, (giver, nbytes) in enumerate(targets, source is not None):
         target = Ref(Space.VECTOR, number, 0, room)
         if giver != rank:
-            take.append(_copy(target, Ref(Space.SLOT, giver), nbytes, room))
+            take.append(_copy(target, slot(giver), nbytes, room))
         elif source is not None:
             fill.append(_copy(target, mine, nbytes, room))
     givers = tuple([giver for giver, _ in targets if giver != rank])
-    return Part(tuple(fill), tuple(take), givers)
+    lending = None if lends is None else Lending(0 if lends and source else -1)
+    return Part(tuple(fill), tuple(take), givers, lending, readers)
 
 
-def exchanged(rank: int, sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]], room: int) -> Part:
+def exchanged(
+    rank: int,
+    sources: Sequence[tuple[int, int]],
+    targets: Sequence[tuple[int, int]],
+    room: int,
+    row: int = 0,
+    *,
+    lends: bool = False,
+) -> Part:
     """A part in which a slot holds data for each reader.
 
     The vectors: one for each source, then one for each target.
@@ -164,21 +213,26 @@ def exchanged(rank: int, sources: Sequence[tuple[int, int]], targets: Sequence[t
         sources: the ranks that this rank has data for, and the bytes.
         targets: the ranks that this rank needs data from, and the bytes. Its own data are copied directly.
         room: bytes of a slot for each reader.
+        row: bytes for each reader, if each rank's sources are one tensor, for all ranks in their order; tensors may be
+            lent then. 0: otherwise.
+        lends: whether this rank may lend its tensor.
     """
     numbers = {reader: number for number, (reader, _) in enumerate(sources)}
-    fill = _to_readers(rank, [(reader, numbers[reader], n) for reader, n in sources if reader != rank], room)
+    fill = _to_readers(rank, [(reader, numbers[reader], n) for reader, n in sources if reader != rank], room, row)
     take = []
     for number, (giver, nbytes) in enumerate(targets, len(sources)):
         target = Ref(Space.VECTOR, number, 0, room)
         if giver != rank:
-            take.append(_copy(target, Ref(Space.SLOT, giver, rank * room), nbytes, room))
+            take.append(_copy(target, _slot(giver, rank, room, row), nbytes, room))
         else:
             fill.append(_copy(target, Ref(Space.VECTOR, numbers[rank], 0, room), nbytes, room))
     givers = tuple([giver for giver, _ in targets if giver != rank])
-    return Part(tuple(fill), tuple(take), givers)
+    return Part(tuple(fill), tuple(take), givers, Lending(0 if lends else -1) if row else None, givers)
 
 
-def scattered_sums(rank: int, sizes: Sequence[int], room: int, *, own: bool, direct: bool) -> Part:
+def scattered_sums(
+    rank: int, sizes: Sequence[int], room: int, *, own: bool, direct: bool, lends: bool | None = None
+) -> Part:
     """The part of a reduce_scatter: each reader combines the data for it.
 
     The vectors: the data for each rank, then the target.
@@ -188,11 +242,13 @@ def scattered_sums(rank: int, sizes: Sequence[int], room: int, *, own: bool, dir
         room: bytes of a slot for each reader.
         own: whether this rank's own data are combined in place, and not through its slot.
         direct: whether the target is written by the reduction; otherwise it is copied from this rank's result.
+        lends: whether the data are one tensor, in equal parts, that this rank may lend; None: no rank does.
     """
     size, nbytes = len(sizes), sizes[rank]
     readers = others(rank, size) if own else range(size)
-    fill = _to_readers(rank, [(reader, reader, sizes[reader]) for reader in readers], room)
-    rows = [Ref(Space.SLOT, giver, rank * room) for giver in range(size)]
+    row = 0 if lends is None else nbytes
+    fill = _to_readers(rank, [(reader, reader, sizes[reader]) for reader in readers], room, row)
+    rows = [_slot(giver, rank, room, row) for giver in range(size)]
     if own:
         rows[rank] = Ref(Space.VECTOR, rank, 0, room)
     target = Ref(Space.VECTOR, size, 0, room)
@@ -200,7 +256,8 @@ def scattered_sums(rank: int, sizes: Sequence[int], room: int, *, own: bool, dir
     take = [Action(result, tuple(rows), nbytes, room, room, 0)]
     if not direct:
         take.append(_copy(target, result, nbytes, room))
-    return Part(tuple(fill), tuple(take), others(rank, size))
+    rest = others(rank, size)
+    return Part(tuple(fill), tuple(take), rest, None if lends is None else Lending(0 if lends else -1), rest)
 
 
 def combined(rank: int, size: int, nbytes: int, *, takes: bool, copies: bool = False, inline: bool = False) -> Part:
@@ -226,7 +283,8 @@ def combined(rank: int, size: int, nbytes: int, *, takes: bool, copies: bool = F
 def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, own: bool) -> Program:
     """The program of a reduction of any length; only ranks that ``take`` it get the result.
 
-    The vectors: the source, then the target, which may be the source.
+    The vectors: the source, then the target, which may be the source. A rank reads its part of the others' sources only
+    before it publishes the result, and the others write theirs only after they have read it: in place is no hazard.
 
     Args:
         own: whether this rank's own data are combined in place, and not through its slot.
@@ -242,10 +300,10 @@ def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bo
 
     source = [Ref(Space.VECTOR, 0, of * share, step) for of in range(size)]
     target = [Ref(Space.VECTOR, 1, of * share, step) for of in range(size)]
-    slots = [Ref(Space.SLOT, giver, rank * share) for giver in range(size)]
-    result = [Ref(Space.RESULT, of) for of in range(size)]
+    slots = [Ref(Space.SLOT, giver, rank * share, 0, rank * share, step) for giver in range(size)]
+    result = [Ref(Space.RESULT, of, 0, 0, of * share, step) for of in range(size)]
     fill = [
-        Action(Ref(Space.SLOT, rank, of * share), (source[of],), *bounds(of))
+        Action(Ref(Space.SLOT, rank, of * share, 0, of * share, step), (source[of],), *bounds(of))
         for of in range(size)
         if not (own and of == rank)
     ]
@@ -263,7 +321,9 @@ def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bo
             Stage(Wait.FREE, (), tuple(fill), Signal.POST),
             Stage(Wait.POSTED, rest, tuple(combine), Signal.RESULT),
             Stage(Wait.REDUCED if takes else Wait.NOTHING, rest, tuple(take), Signal.FINISH),
+            Stage(Wait.READ, rest, (), Signal.NOTHING),
         ),
+        Lending(0, 1 if takes else -1),
     )
 
 
@@ -276,9 +336,14 @@ def _copy(target: Ref, source: Ref, nbytes: int, room: int) -> Action:
     return Action(target, (source,), nbytes, room, room)
 
 
-def _to_readers(rank: int, data: Sequence[tuple[int, int, int]], room: int) -> list[Action]:
-    """Copies to this rank's slot of a reader's data: (reader, number of the vector, bytes)."""
+def _slot(giver: int, reader: int, room: int, row: int) -> Ref:
+    """The data for a reader in a rank's slot; ``row`` as of ``exchanged``."""
+    return Ref(Space.SLOT, giver, reader * room, 0, reader * row if row else -1, room if row else 0)
+
+
+def _to_readers(rank: int, data: Sequence[tuple[int, int, int]], room: int, row: int) -> list[Action]:
+    """Copies to this rank's slot of a reader's data: (reader, number of the vector, bytes); ``row`` as of ``_slot``."""
     return [
-        _copy(Ref(Space.SLOT, rank, reader * room), Ref(Space.VECTOR, number, 0, room), nbytes, room)
+        _copy(_slot(rank, reader, room, row), Ref(Space.VECTOR, number, 0, room), nbytes, room)
         for reader, number, nbytes in data
     ]

@@ -9,7 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.arena import NOT_LENT, arena
+from asynccomm.backends.shm.board import Board, Fault
+from asynccomm.backends.shm.mapping import memory_at
 from asynccomm.backends.shm.programs import Program, Ref, Signal, Space, Stage, Wait
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.vectors import Operand, Vector, copy_between, read, write
@@ -18,8 +20,9 @@ Progress = Generator[bool, None, None]
 
 # attributes of a module are faster than those of a class
 _VECTOR: Final = Space.VECTOR
-_NOTHING, _FREE, _POSTED = Wait.NOTHING, Wait.FREE, Wait.POSTED
+_NOTHING, _FREE, _POSTED, _READ = Wait.NOTHING, Wait.FREE, Wait.POSTED, Wait.READ
 _POST, _FINISH = Signal.POST, Signal.FINISH
+_LENT: Final = Space.SLOT, Space.RESULT  # that tensors may stand in for, in the order of ``Lending``
 
 
 def run(
@@ -38,7 +41,20 @@ def run(
 
 
 class _Run:
-    __slots__ = ("_address", "_board", "_first", "_operands", "_reductions", "_vectors")
+    __slots__ = (
+        "_address",
+        "_board",
+        "_first",
+        "_known",
+        "_last",
+        "_lends",
+        "_lent",
+        "_operands",
+        "_places",
+        "_reaches",
+        "_reductions",
+        "_vectors",
+    )
 
     def __init__(
         self, board: Board, first: int, operands: Sequence[Operand | int], reductions: Sequence[Reduction]
@@ -49,9 +65,50 @@ class _Run:
         self._operands = operands
         self._vectors: list[Vector] = [v.data_ptr() if isinstance(v, Tensor) else v for v in operands]
         self._reductions = reductions
+        self._lends = False  # whether this rank lends a tensor
+        self._lent: list[int] | None = None  # the words that it publishes; None: no rank lends tensors
+        self._places: dict[tuple[int, int], int] = {}  # addresses of lent tensors, by rank and space
 
     def progress(self, program: Program) -> Progress:
-        steps, stages = program
+        if program.lending is None:
+            return self._progress(program)
+        return self._lending(program)
+
+    def _lending(self, program: Program) -> Progress:
+        """Run a program of a collective that may lend tensors."""
+        board = self._board
+        self._known: set[int] = set()  # the ranks that have published whether they lend
+        self._last = program.steps - 1
+        self._reaches = _reaches(program)
+        self._lent = []
+        assert program.lending is not None
+        for space, number in zip(_LENT, program.lending, strict=True):
+            vector = self._vectors[number] if number >= 0 else None
+            lent = arena().find(vector) if isinstance(vector, int) else NOT_LENT
+            self._lent += lent
+            if isinstance(vector, int) and lent.nbytes:
+                self._places[board.rank, space] = vector
+                self._lends = True
+        yield from self._progress(program)
+        if any(rank != board.rank for rank, _ in self._places):
+            board.check_lent()
+
+    def _learn(self, ranks: Sequence[int], step: int) -> None:
+        """Find the tensors of ranks that have posted the first step. Raises: BackendError."""
+        peers = self._board.peers
+        for rank in ranks:
+            if rank in self._known:
+                continue
+            self._known.add(rank)
+            peers.make_room(rank)
+            for space, (start, nbytes, offset) in zip(_LENT, self._board.lent(rank, step), strict=True):
+                if nbytes:
+                    if offset + self._reaches[space] > nbytes:
+                        raise self._board.difference(rank, Fault.IMPOSSIBLE)
+                    self._places[rank, space] = peers.address(rank, start, nbytes) + offset
+
+    def _progress(self, program: Program) -> Progress:
+        steps, stages, _ = program
         if steps == 1:
             for stage in stages:
                 while not self._ready(stage, 0):
@@ -76,9 +133,14 @@ class _Run:
     def _ready(self, stage: Stage, i: int) -> bool:
         wait, ranks, _, _ = stage
         if wait == _POSTED:
-            return self._board.posted(self._first + i, ranks)
+            posted = self._board.posted(self._first + i, ranks)
+            if posted and i == 0 and self._lent is not None:
+                self._learn(ranks, self._first)
+            return posted
         if wait == _FREE:
             return self._board.free(self._first + i)
+        if wait == _READ:
+            return i < self._last or not self._lends or self._board.finished(self._first + i, ranks)
         return wait == _NOTHING or self._board.results_posted(self._first + i)
 
     def _act(self, stage: Stage, i: int) -> None:
@@ -94,34 +156,51 @@ class _Run:
                 else:
                     reduction = self._reductions[number]
                     rows = [self._elements(ref, reduction.dtype, step, i, n) for ref in sources]
-                    reduction.combine(rows, self._elements(target, reduction.dtype, step, i, n))
+                    out = self._elements(target, reduction.dtype, step, i, n)
+                    if any(row.data_ptr() == out.data_ptr() for row in rows[2:]):  # in place, for a later rank
+                        combined = torch.empty_like(out)
+                        reduction.combine(rows, combined)
+                        out.copy_(combined)
+                    else:
+                        reduction.combine(rows, out)
         if signal == _POST:
-            self._board.post(step)
+            self._board.post(step, self._lent if i == 0 and self._lent is not None else ())
         elif signal == _FINISH:
             self._board.finish(step)
         elif signal != _NOTHING:
             self._board.post_result(step)
 
+    def _place(self, ref: Ref, step: int, i: int) -> int:
+        """The address of a place that is not in a vector."""
+        space, number, offset, _, lent, lent_stride = ref
+        if self._places and lent >= 0 and (tensor := self._places.get((number, space))) is not None:
+            return tensor + lent + i * lent_stride
+        return self._address(space, step, number) + offset
+
     def _copy(self, target: Ref, source: Ref, step: int, i: int, n: int) -> None:
-        space, number, start, stride = source
-        to_space, to_number, at, to_stride = target
-        if space == _VECTOR:
-            vector = self._vectors[number]
-            start += i * stride
-            if to_space == _VECTOR:
-                copy_between(vector, start, self._vectors[to_number], at + i * to_stride, n)
-            else:
-                read(vector, start, n, self._address(to_space, step, to_number) + at)
+        if source.space == _VECTOR:
+            vector = self._vectors[source.number]
+            start = source.offset + i * source.stride
+            if target.space == _VECTOR:
+                copy_between(vector, start, self._vectors[target.number], target.offset + i * target.stride, n)
+                return
+            place = self._place(target, step, i)
+            if not isinstance(vector, int) or vector + start != place:  # else the vector is lent
+                read(vector, start, n, place)
             return
-        address = self._address(space, step, number) + start
-        if to_space == _VECTOR:
-            write(self._vectors[to_number], at + i * to_stride, n, address)
+        address = self._place(source, step, i)
+        if target.space == _VECTOR:
+            vector, at = self._vectors[target.number], target.offset + i * target.stride
+            if not isinstance(vector, int) or vector + at != address:
+                write(vector, at, n, address)
         else:
-            memmove(self._address(to_space, step, to_number) + at, address, n)
+            memmove(self._place(target, step, i), address, n)
 
     def _elements(self, ref: Ref, dtype: torch.dtype, step: int, i: int, n: int) -> Tensor:
-        space, number, offset, stride = ref
+        space, number, offset, stride, lent, _ = ref
         if space != _VECTOR:
+            if self._places and lent >= 0 and (number, space) in self._places:
+                return memory_at(self._place(ref, step, i), n, dtype)
             return self._board.elements(space, dtype, step, number, offset, n)
         vector = self._operands[number]
         assert isinstance(vector, Tensor)
@@ -129,3 +208,14 @@ class _Run:
             return vector
         start = (offset + i * stride) // dtype.itemsize
         return vector[start : start + n // dtype.itemsize]
+
+
+def _reaches(program: Program) -> dict[int, int]:
+    """Bytes of a tensor that a program may read in place of a slot and of a result."""
+    reaches = dict.fromkeys(_LENT, 0)
+    for stage in program.stages:
+        for action in stage.actions:
+            for ref in (action.target, *action.sources):
+                if ref.lent >= 0:
+                    reaches[ref.space] = max(reaches[ref.space], ref.lent + action.total)
+    return reaches

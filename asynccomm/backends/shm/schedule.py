@@ -47,9 +47,13 @@ class Schedule(NamedTuple):
     owners: object = None  #: of the vectors' memory; kept alive
 
 
-def schedule(board: Board, submission: Submission) -> Schedule:
-    """This rank's part in a collective with equal steps, and with sizes that all ranks know."""
-    return _SCHEDULES[type(submission.op)](board, submission)
+def schedule(board: Board, submission: Submission, lends: bool) -> Schedule:
+    """This rank's part in a collective with equal steps, and with sizes that all ranks know.
+
+    Args:
+        lends: whether ranks may lend tensors, as far as the operation allows; the same on all ranks.
+    """
+    return _SCHEDULES[type(submission.op)](board, submission, lends)
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------
@@ -90,7 +94,7 @@ def targets_of(target: Operand | None, reduction: Reduction) -> list[Operand]:
     return [torch.empty(nbytes // reduction.dtype.itemsize, dtype=reduction.dtype, device="cpu"), target]
 
 
-def _reduce_scatter(board: Board, submission: Submission) -> Schedule:
+def _reduce_scatter(board: Board, submission: Submission, lends: bool) -> Schedule:
     op: Any = submission.op
     size, me = board.size, board.rank
     reduction = reduction_for(op.dtype, op.reduction, size)
@@ -103,10 +107,13 @@ def _reduce_scatter(board: Board, submission: Submission) -> Schedule:
     # in place, the first of several additions would overwrite the input of a later one
     direct = isinstance(target, Tensor) and not (own and where(sources[me]) == where(target))
 
-    def part(room: int) -> Part:
-        return programs.scattered_sums(me, sizes, room, own=own, direct=direct)
+    # in place, only this rank reads the part of the input that it writes
+    lent = True if lends and isinstance(op, ReduceScatterSingle) else None
 
-    key = ReduceScatter, sizes, own, direct
+    def part(room: int) -> Part:
+        return programs.scattered_sums(me, sizes, room, own=own, direct=direct, lends=lent)
+
+    key = ReduceScatter, sizes, own, direct, lent
     return Schedule(key, part, [*sources, target], [*lands, *after], (reduction,), sources)
 
 
@@ -148,7 +155,7 @@ def _is_in(source: Operand, tensors: Sequence[Tensor]) -> bool:
 # -- movement ---------------------------------------------------------------------------------------------------------
 
 
-def _publish(board: Board, submission: Submission) -> Schedule:
+def _publish(board: Board, submission: Submission, lends: bool) -> Schedule:
     """The schedule of a broadcast, all_gather, all_gather_single or gather."""
     op: Any = submission.op
     me = board.rank
@@ -160,9 +167,10 @@ def _publish(board: Board, submission: Submission) -> Schedule:
     shares = _targets(op, outputs, board.size)
     nbytes = source[0][2] if source else None
     targets = [(rank, n) for rank, _, n in shares]
-    key = Broadcast, nbytes, tuple(targets)
+    readers = (op.root,) if isinstance(op, Gather) else tuple(board.others)
+    key = Broadcast, nbytes, tuple(targets), lends, readers
     vectors = [vector for _, vector, _ in (*source, *shares)]
-    part = partial(programs.published, me, nbytes, targets)
+    part = partial(programs.published, me, nbytes, targets, lends=lends or None, readers=readers)
     return Schedule(key, part, vectors, [*copies, *after], owners=(inputs, outputs))
 
 
@@ -180,7 +188,7 @@ def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
     return [share_of(rank, outputs[rank * each : (rank + 1) * each]) for rank in range(size)]
 
 
-def _distribute(board: Board, submission: Submission) -> Schedule:
+def _distribute(board: Board, submission: Submission, lends: bool) -> Schedule:
     """The schedule of a scatter or all_to_all_single."""
     op: Any = submission.op
     size, me = board.size, board.rank
@@ -194,9 +202,11 @@ def _distribute(board: Board, submission: Submission) -> Schedule:
     else:
         sources, targets = by_rank(inputs), [(op.root, output.data_ptr(), op.nbytes)]
     fills, takes = [(rank, n) for rank, _, n in sources], [(rank, n) for rank, _, n in targets]
-    key = Scatter, tuple(fills), tuple(takes)
+    row = nbytes if lends and isinstance(op, AllToAllSingle) else 0
+    apart = bool(sources) and targets[0][1] != sources[0][1]  # in place, it writes where others may still read
+    key = Scatter, tuple(fills), tuple(takes), row, apart
     vectors = [vector for _, vector, _ in (*sources, *targets)]
-    part = partial(programs.exchanged, me, fills, takes)
+    part = partial(programs.exchanged, me, fills, takes, row=row, lends=apart)
     return Schedule(key, part, vectors, [*copies, *after], owners=(inputs, output))
 
 
@@ -211,7 +221,7 @@ def _chunks(tensor: Tensor, nbytes: int, size: int) -> list[Share]:
     return [(rank, start + rank * nbytes, nbytes) for rank in range(size)]
 
 
-_SCHEDULES: Final[Mapping[type[Op], Callable[[Board, Submission], Schedule]]] = {
+_SCHEDULES: Final[Mapping[type[Op], Callable[[Board, Submission, bool], Schedule]]] = {
     ReduceScatter: _reduce_scatter,
     ReduceScatterSingle: _reduce_scatter,
     Broadcast: _publish,

@@ -28,6 +28,10 @@ def create(nbytes: int) -> int:
 
     Raises: BackendError with the size and the system's error texts.
     """
+    return _first_way(nbytes, "; hints 'chunk_bytes' and 'message_bytes' make it smaller")
+
+
+def _first_way(nbytes: int, hint: str) -> int:
     reasons = []
     ways = (("memfd", _memfd), (_DEV_SHM, _in_dev_shm), ("the directory for temporary files", _in_temporary_files))
     for name, way in ways:
@@ -35,24 +39,43 @@ def create(nbytes: int) -> int:
             return way(nbytes)
         except OSError as exc:
             reasons.append(f"{name}: {exc.strerror}")
-    raise BackendError(
-        f"no shared memory of {nbytes} bytes to be had ({'; '.join(reasons)}); "
-        f"hints 'chunk_bytes' and 'message_bytes' make it smaller"
-    )
+    raise BackendError(f"no shared memory of {nbytes} bytes to be had ({'; '.join(reasons)}){hint}")
+
+
+def growing() -> int:
+    """Create a file of no bytes in shared memory that can grow, and not shrink; returns its descriptor.
+
+    Raises: BackendError with the system's error texts.
+    """
+    return _first_way(0, "")
+
+
+def grow(fd: int, end: int, nbytes: int) -> None:
+    """Extend a file of ``growing``, which ends at ``end``, by ``nbytes``. Raises: OSError."""
+    try:
+        sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # a file on a disk
+        sealed = False
+    if sealed:
+        os.ftruncate(fd, end + nbytes)
+    else:
+        os.posix_fallocate(fd, end, nbytes)
 
 
 def _memfd(nbytes: int) -> int:
     if not hasattr(os, "memfd_create"):  # a Python that was built for older systems lacks it
         raise OSError(0, "this Python has no memfd_create")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    name = "asynccomm" if nbytes else "asynccomm-tensors"  # in /proc/*/maps
     try:
-        fd = os.memfd_create("asynccomm", flags | _MFD_NOEXEC_SEAL)
+        fd = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError:
-        fd = os.memfd_create("asynccomm", flags)
+        fd = os.memfd_create(name, flags)
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        grow = fcntl.F_SEAL_GROW if nbytes else 0
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | grow | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
         raise
@@ -70,7 +93,8 @@ def _in_temporary_files(nbytes: int) -> int:
 
 def _unlinked(directory: str, nbytes: int) -> int:
     with tempfile.TemporaryFile(dir=directory, prefix="asynccomm-", buffering=0) as file:  # 0600
-        os.posix_fallocate(file.fileno(), 0, nbytes)
+        if nbytes:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
         return os.dup(file.fileno())
 
 

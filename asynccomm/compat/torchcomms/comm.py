@@ -19,6 +19,7 @@ from asynccomm.comm.new_comm import new_comm as new_awaitable
 from asynccomm.comm.pending import PendingComm
 from asynccomm.compat import operators
 from asynccomm.compat.either import EitherComm, at_once
+from asynccomm.compat.torchcomms.allocator import MemAllocator
 from asynccomm.compat.torchcomms.collectives import Hints, Limit, TorchCollectiveMethods
 from asynccomm.compat.torchcomms.errors import refusing
 from asynccomm.compat.torchcomms.options import CommOptions
@@ -151,6 +152,15 @@ class TorchComm(TorchCollectiveMethods):
     def unsafe_get_backend(self) -> Backend:
         """The backend object: an escape hatch, without promises of compatibility."""
         return self._comm.unsafe_get_backend()
+
+    def get_mem_allocator(self) -> MemAllocator:
+        """The allocator of tensors that operations of this comm need not copy to the ranks of the same host."""
+        return MemAllocator(self._comm)
+
+    @property
+    def mem_allocator(self) -> MemAllocator:
+        """As :meth:`get_mem_allocator`."""
+        return self.get_mem_allocator()
 
     # -- groups and ends ----------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from asynccomm.testing.conformance import (
     failures,
     groups,
     inplace,
+    memory,
     objects,
     queues,
     scopes,
@@ -44,7 +45,7 @@ def _checks(module: ModuleType) -> list[Check]:
 
 
 _TENSORS = (collectives, works, dims, uneven, coalesced, inplace, aliasing, dtypes_and_views, batches, experts)
-_OTHERS = (objects, dicts, groups, concurrency, scopes, windows, queues)
+_OTHERS = (objects, dicts, groups, concurrency, scopes, windows, memory, queues)
 _HARMLESS = [check for module in (*_TENSORS, *_OTHERS) for check in _checks(module)]
 _BREAKING = _checks(failures)
 CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BREAKING]}

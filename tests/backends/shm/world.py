@@ -1,5 +1,6 @@
 """Ranks of a segment in one process, moved on one step at a time in any order."""
 
+import functools
 import os
 import random
 from collections.abc import Iterator
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 from asynccomm.backends.base import Submission
+from asynccomm.backends.shm import lowering
+from asynccomm.backends.shm.arena import arena
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.executor import Executor, Pace
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.lowering import start
+from asynccomm.backends.shm.peer_memory import PeerMemory
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.ops import Call
@@ -28,6 +32,11 @@ def nothing(*_: object) -> None:
     pass
 
 
+@functools.cache
+def _reader() -> int:
+    return arena().hold()
+
+
 def boards(size: int, chunk: int = 1024, banks: int = 4) -> list[Board]:
     return [board for board, _ in _boards(size, chunk, banks)]
 
@@ -38,7 +47,8 @@ def _boards(size: int, chunk: int, banks: int) -> Iterator[tuple[Board, memoryvi
     words = memoryview(memory).cast("Q")
     data = torch.frombuffer(memory, dtype=torch.uint8)
     for rank in range(size):
-        yield Board(rank, layout, words, data, Fence(), nothing), memoryview(memory)
+        peers = PeerMemory([_reader()] * size)
+        yield Board(rank, layout, words, data, Fence(), nothing, peers=peers), memoryview(memory)
 
 
 def executors(size: int, chunk: int = 1024, banks: int = 4, kind: str = "") -> list[Executor]:
@@ -56,6 +66,17 @@ def each_executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         pytest.skip(unavailable.reason)
     monkeypatch.setattr(f"{__name__}._kind", request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def lending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of any size may be lent."""
+    monkeypatch.setattr(lowering, "LENT_BYTES", 0)
+
+
+def lent(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of ``tensor`` in memory that the other ranks can read."""
+    return arena().strided(tensor.shape, tensor.stride(), tensor.dtype).copy_(tensor)
 
 
 def submission(call: Call, seq: int) -> Submission:

@@ -51,6 +51,7 @@ SHOWN: Final = {
     "newer: hooks.NanCheckHook": "hooks::test_nan_is_refused",
     "newer: hooks.FlightRecorderHook": "hooks::test_the_recorder_has_operations_until_they_are_done",
     "newer: hooks.clog": CLOG,
+    "newer: get_mem_allocator": "allocator::test_tensors_are_in_memory_that_other_ranks_read",
     "newer: get_init_handle, reconfigure": "comm::test_reconfiguring comm::test_reconfiguring_in_a_coroutine",
     "newer: set_hints, set_timeout": "comm::test_defaults_of_later_operations",
     "newer: abort, is_aborted": "comm::test_aborting",
@@ -89,6 +90,7 @@ ROWS: Final = {
     "`hooks.clog(output, events, verbose)`": CLOG,
     "`functional`": SHOWN["newer: functional"],
     "gradients of `functional`, with MIN, MAX, PRODUCT": "functional::test_gradients_are_those_of_the_whole",
+    "`comm.get_mem_allocator()`": "allocator::test_tensors_are_in_memory_that_other_ranks_read",
     "`set_timeout`, `set_hints`": "comm::test_defaults_of_later_operations",
     "`window_allocate(size, cpu_buf, signal_size)`": WINDOWS,
     "`TorchCommWindow`: `put`, `signal`, `wait_signal`": WINDOWS,
@@ -98,11 +100,10 @@ ROWS: Final = {
 #: items that are not here, and the reason
 NOT_HERE: Final = {
     "newer: new_window, tensor_register": "the documented windows are here; windows over a caller's tensor are not",
-    "newer: get_mem_allocator": "memory of NCCL's own: no backend here has any",
     "newer: all_gather_p_init, get_device_transport, transport, distwrap": "of single backends; nothing here has these",
     "newer: register_backend, TorchCommBackend": "asynccomm.backends.base has the interface for backends",
 }
-ABSENT: Final = ["new_window", "get_mem_allocator", "all_gather_p_init"]  # of TorchComm's methods
+ABSENT: Final = ["new_window", "all_gather_p_init"]  # of TorchComm's methods
 
 SIGNATURES: Final = {
     "all_gather": ["tensor_list", "tensor", "async_op"],

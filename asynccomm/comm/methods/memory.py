@@ -1,0 +1,80 @@
+"""Tensors in memory that the other ranks of the host can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends.base import Backend
+from asynccomm.comm.memory_mode import SharedMemoryMode
+from asynccomm.comm.methods.base import CommBase
+from asynccomm.ops.validation import as_index
+from asynccomm.ops.windows import check_shape
+
+
+class SharedTensors(CommBase):
+    """Tensors that collectives need not copy to the ranks of the same host."""
+
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], *, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor with any content, in memory that the other ranks of the host can read. Not collective.
+
+        ::
+
+            gradient = comm.empty((1024, 1024), dtype=torch.bfloat16)
+            await comm.all_reduce(gradient)
+
+        It is a tensor like any other. On the backends ``shm`` and ``hierarchical`` other ranks of the host read it
+        directly, where collectives of other tensors copy them into shared memory first: in ``all_reduce``, ``reduce``,
+        ``all_gather``, ``broadcast``, ``gather``, ``reduce_scatter_single`` and ``all_to_all_single``, of contiguous
+        tensors and their contiguous views, of 128 KiB or more (reductions: more than the hint ``whole_bytes``). The
+        results have the same bits. Each rank decides for itself; ranks with and without such tensors may take part in
+        one collective. In exchange, a rank's operation ends only when the other ranks have read its tensor. All comms
+        of the process may use the tensor. Elsewhere, and on other backends, the tensor is in ordinary memory of the
+        comm's device.
+
+        The memory is freed with the last tensor in it; a tensor may outlive the comm. Only this process writes it. A
+        tensor takes at least 64 bytes, and one of 256 KiB or more whole pages; the first access to new memory costs as
+        much as elsewhere, so a program that calls collectives in a loop keeps its tensors. A forked child shares the
+        memory with its parent, instead of a copy of it, and collectives of the child treat it as ordinary memory.
+
+        Args:
+            shape: the sizes, or one size.
+            dtype: None: torch's default dtype.
+
+        Raises: TypeError, ValueError for the arguments; MemoryError; ClosedError, BrokenError. From any thread.
+        """
+        one = as_index(shape)
+        sizes = check_shape([one] if one is not None else shape)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        kind = torch.get_default_dtype() if dtype is None else dtype
+        backend = self.unsafe_get_backend()
+        strides = [torch.Size(sizes[dim + 1 :]).numel() for dim in range(len(sizes))]
+        if type(backend).shared_tensor is Backend.shared_tensor:
+            return torch.empty(sizes, dtype=kind, device=self.device)
+        return backend.shared_tensor(sizes, strides, kind)
+
+    def memory(self) -> AbstractContextManager[object]:
+        """Make the tensors that this task creates in the context as :meth:`empty` does. ``with``, without any await.
+
+        ::
+
+            with comm.memory():
+                model = Model()
+
+        This concerns CPU tensors from torch's functions that create tensors (``empty``, ``zeros``, ``ones``, ``full``,
+        ``tensor``, ``arange``, ``eye``, ``rand`` and their like, with ``_like`` and ``new_``), from ``clone``, and from
+        ``to`` with another dtype: parameters and buffers of modules that are made, loaded or converted here. Results of
+        other functions are in ordinary memory. Values, strides and random numbers are those without the context. Does
+        nothing on a backend that shares no memory.
+
+        Raises: MemoryError from functions in the context; ClosedError, BrokenError.
+        """
+        backend = self.unsafe_get_backend()
+        if type(backend).shared_tensor is Backend.shared_tensor:
+            return nullcontext()
+        return SharedMemoryMode(backend.shared_tensor)
