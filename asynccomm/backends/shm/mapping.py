@@ -24,7 +24,7 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 
 @final
 class Mapping:
-    """A part of a file as memory, shared with all who map it; unmapped with this object. Raises: OSError.
+    """A part of a file as memory, shared with all processes that map it; unmapped with this object. Raises: OSError.
 
     Args:
         start: a multiple of the size of a page.
