@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable
+from ctypes import memmove
 from typing import Protocol, final
 
 import torch
@@ -36,6 +37,7 @@ class WindowPart(abc.ABC):
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+        self._address = memory.data_ptr()
 
     @abc.abstractmethod
     def load(self, slot: int) -> int:
@@ -56,6 +58,13 @@ class WindowPart(abc.ABC):
             self.signal(op.slot, op.value, add=op.add)
             return
         assert isinstance(op, WindowTransfer), op
+        if not isinstance(op, WindowAccumulate):  # of bytes as they are: torch's views would take most of a short copy
+            (tensor,) = submission.inputs or submission.outputs
+            if arithmetic.is_plain(tensor):
+                here, there = tensor.data_ptr(), self._address + op.start
+                target, source = (there, here) if isinstance(op, WindowPut) else (here, there)
+                memmove(target, source, op.nbytes)  # right also where they overlap
+                return
         place = self.place(op)
         if isinstance(op, WindowGet):
             output = submission.outputs[0]

@@ -362,7 +362,11 @@ static int run_on(FastPath *f, Run *run)
     Spin spin = {0, 0};
     for (;;) {
         int result = core_pass(run);
-        if (result == MOVED) continue;
+        if (result == MOVED) { /* each wait of a longer operation counts by itself */
+            found(f, &spin);
+            spin = (Spin){0, 0};
+            continue;
+        }
         if (result != STUCK) found(f, &spin);
         if (result != STUCK || !goes_on(f, &spin)) return result;
     }
