@@ -9,7 +9,7 @@ from asynccomm.backends.names import BUILTIN, backend_names
 
 
 def test_the_names_are_sorted_and_have_all_built_in_ones() -> None:
-    assert set(BUILTIN) == {"gloo", "hierarchical", "loopback", "nccl", "shm"}
+    assert {"gloo", "hierarchical", "loopback", "nccl", "shm"} <= set(BUILTIN)  # tests add a simulated one
     assert backend_names() == sorted({*backend_names(), *BUILTIN})
 
 

@@ -570,6 +570,9 @@ class Stuck:
     def before_await(self, work: object) -> None:
         pass
 
+    def withdraw_tensors(self) -> None:
+        pass
+
 
 async def test_abort_while_another_thread_is_stuck_in_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the lock of the comm, and abort must not wait for it."""

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, final
 
@@ -54,7 +54,9 @@ LINGER_SECONDS = 1.0  # time for the other ranks to receive the messages that we
 CLOSE_SECONDS = 5.0  # time for threads to see the end of an aborted group; they are daemons, so a miss costs a thread
 NAMED = 3  # messages in a warning
 CATCH_UP_SECONDS = 0.02  # time for gloo to deliver data that a rank sent before it failed
-END_SECONDS = 1.0  # time for gloo's own threads to end
+END_SECONDS = (
+    1.0  # time for gloo's own threads to end, and for those that connect other groups than the one that failed
+)
 
 _HINTS: Mapping[str, str] = {
     "hostname": "address of the network interface to use (default: that of GLOO_SOCKET_IFNAME, loopback if all ranks "
@@ -132,11 +134,8 @@ class GlooBackend(Backend):
             anyio.to_thread.run_sync(make, name, count, abandon_on_cancel=True, limiter=limiter)
             for name, count in threads.items()
         ]
-        try:
-            backend = cls(context, GlooGroups(*await asyncio.gather(*making)))
-        except (BackendError, asyncio.CancelledError):
-            store.end()  # threads may be waiting for it, and the process cannot end before they do
-            raise
+        # threads may be waiting for the store, and the process cannot end before they do
+        backend = cls(context, GlooGroups(*await _all_made(making, store.end)))
         try:
             if group.size > 1:
                 await backend._open_messages(context, address)
@@ -303,6 +302,25 @@ async def _address(context: BackendContext) -> str:
         choose_address, context.hints, os.environ, rank, members, abandon_on_cancel=True
     )
     return choice.address
+
+
+async def _all_made(
+    making: Sequence[Coroutine[Any, Any, GlooGroup]], on_failure: Callable[[], object]
+) -> list[GlooGroup]:
+    """The groups. If one cannot be made, ``on_failure`` is called, and the threads of the others get time to end."""
+    tasks = [asyncio.ensure_future(each) for each in making]
+    try:
+        return await asyncio.gather(*tasks)
+    except BackendError:
+        on_failure()
+        await asyncio.wait(tasks, timeout=END_SECONDS)
+        raise
+    except asyncio.CancelledError:
+        on_failure()
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _unreachable(members: Sequence[RankInfo]) -> str:
