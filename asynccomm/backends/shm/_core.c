@@ -108,7 +108,7 @@ static void Program_dealloc(PyObject *self)
         for (int j = 0; stage->actions && j < stage->action_count; j++) free(stage->actions[j].sources);
         free(stage->actions), free(stage->waited);
     }
-    free(p->stages);
+    free(p->stages), free(p->reach);
     core_free(self);
 }
 
@@ -148,7 +148,7 @@ static int parse_ref(const Segment *s, Program *p, PyObject *t, const Action *ac
             PyErr_SetString(PyExc_ValueError, "a tensor is lent for a slot or a result, at the stride of the action");
             return -1;
         }
-        int64_t *reach = &p->reach[ref->space == IN_RESULT];
+        int64_t *reach = &p->reach[ref->index][ref->space == IN_RESULT];
         if (ref->lent + action->total > *reach) *reach = ref->lent + action->total;
     }
     if (ref->space == IN_VECTOR) {
@@ -235,8 +235,8 @@ static PyObject *Segment_program(PyObject *self, PyObject *args)
     Program *p = (Program *)PyType_GenericAlloc(Core_Program, 0);
     if (!p) return NULL;
     p->steps = (uint32_t)steps;
-    p->stages = core_zeroed(count, sizeof(Stage));
-    int failed = !p->stages;
+    p->stages = core_zeroed(count, sizeof(Stage)), p->reach = core_zeroed(((Segment *)self)->size, sizeof *p->reach);
+    int failed = !p->stages || !p->reach;
     p->stage_count = failed ? 0 : (int)count;
     for (int k = 0; k < p->stage_count && !failed; k++) {
         PyObject *item = PySequence_GetItem(stages, k);

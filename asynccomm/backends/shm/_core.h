@@ -129,7 +129,7 @@ typedef struct {
     int64_t bytes_per_step;
     Stage *stages;
     int may_lend, lending[2]; /* lending: the vectors that stand in for slots, and for results; -1: none */
-    int64_t reach[2];         /* bytes of such a tensor of another rank that are used */
+    int64_t (*reach)[2];      /* by rank: bytes of such a tensor of that rank that are used */
 } Program;
 
 typedef struct {

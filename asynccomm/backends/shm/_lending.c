@@ -107,7 +107,7 @@ int core_borrow(Run *run, int rank)
         Lent lent = published(record, side);
         if (!lent.nbytes) continue;
         if (lent.start < 0 || lent.nbytes < 0 || lent.offset < 0 || lent.offset > lent.nbytes
-            || lent.nbytes - lent.offset < run->program->reach[side]) {
+            || lent.nbytes - lent.offset < run->program->reach[rank][side]) {
             run->wrong_rank = rank, run->wrong_step = IMPOSSIBLE;
             return WRONG;
         }

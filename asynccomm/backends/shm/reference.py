@@ -103,7 +103,7 @@ class _Run:
             peers.make_room(rank)
             for space, (start, nbytes, offset) in zip(_LENT, self._board.lent(rank, step), strict=True):
                 if nbytes:
-                    if offset + self._reaches[space] > nbytes:
+                    if offset + self._reaches.get((rank, space), 0) > nbytes:
                         raise self._board.difference(rank, Fault.IMPOSSIBLE)
                     self._places[rank, space] = peers.address(rank, start, nbytes) + offset
 
@@ -210,12 +210,13 @@ class _Run:
         return vector[start : start + n // dtype.itemsize]
 
 
-def _reaches(program: Program) -> dict[int, int]:
-    """Bytes of a tensor that a program may read in place of a slot and of a result."""
-    reaches = dict.fromkeys(_LENT, 0)
+def _reaches(program: Program) -> dict[tuple[int, int], int]:
+    """Bytes of a rank's tensor that a program may read in place of a slot and of a result, by rank and space."""
+    reaches: dict[tuple[int, int], int] = {}
     for stage in program.stages:
         for action in stage.actions:
             for ref in (action.target, *action.sources):
                 if ref.lent >= 0:
-                    reaches[ref.space] = max(reaches[ref.space], ref.lent + action.total)
+                    place = ref.number, ref.space
+                    reaches[place] = max(reaches.get(place, 0), ref.lent + action.total)
     return reaches

@@ -99,6 +99,17 @@ def test_in_place(n: int) -> None:
         assert torch.equal(reduced[rank], 6.0 * torch.arange(3 * n))
 
 
+def test_tensors_of_unequal_sizes() -> None:
+    """A reader uses no more of a tensor than there is: an extent is not larger than its tensor."""
+    counts = [100, 150_000, 70_000]
+    inputs = [lent(torch.arange(n, dtype=torch.float32) + 0.25 * rank) for rank, n in enumerate(counts)]
+    outputs = [[torch.zeros(n) for n in counts] for _ in GROUPS]
+    calls = [submission(ops.AllGather.of(g, outputs[g.rank], inputs[g.rank]), 0) for g in GROUPS]
+    interleave(executors(3, 65536), [[call] for call in calls], 0, random.Random(1))
+    for row in outputs:
+        assert all(torch.equal(got, given) for got, given in zip(row, inputs, strict=True))
+
+
 def two(n: int, kind: str = "broadcast") -> tuple[list[Executor], list[Tensor], list[Call]]:
     world = executors(2)
     tensors = [lent(torch.arange(n) + 1000 * rank) for rank in range(2)]
