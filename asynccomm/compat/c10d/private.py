@@ -16,7 +16,7 @@ import torch
 from asynccomm.backends.base import Backend as Transport
 from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d import validation
-from asynccomm.compat.c10d.backends import Backend, accelerator, is_gloo_available
+from asynccomm.compat.c10d.backends import Backend, BackendConfig, accelerator, is_gloo_available
 from asynccomm.compat.c10d.p2p import irecv, isend
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import get_backend, get_global_rank, get_process_group_ranks
@@ -109,12 +109,23 @@ def get_backend_impl(group: Group | str = None, device: str | torch.device | Non
     return pg.comm(device).unsafe_get_backend()
 
 
-def split_source(pg: ProcessGroup) -> Comm | None:
-    """The comm that groups are split off: of the bound device, or of the default group's accelerator; else None."""
+def split_source(pg: ProcessGroup, requested_backend: str | None = None) -> Comm | None:
+    """The comm that groups are split off: of the bound device, or of the default group's accelerator; else None.
+
+    Args:
+        requested_backend: of the new group; with another one than the comm's, the result is None. None: any (torch
+            before 2.15 has no such argument).
+    """
     kind = None if pg.bound_device_id is None else pg.bound_device_id.type
     if kind is None and pg is world().default_pg:
         kind = accelerator()
-    return pg.comm(kind) if kind in pg.device_types else None
+    if kind is None or kind not in pg.device_types:
+        return None
+    comm = pg.comm(kind)
+    if requested_backend is None:
+        return comm
+    requested = BackendConfig(requested_backend).get_device_backend_map().get(kind)
+    return comm if requested in ("auto", comm.backend) else None
 
 
 def process_group_wrapper(

@@ -310,7 +310,10 @@ def test_private_names(item: str) -> None:
         if inspect.isfunction(ours) and inspect.isfunction(theirs):
             both = list(inspect.signature(theirs).parameters)
             found = list(inspect.signature(ours).parameters)
-            assert found == both or name == "_create_shrunk_process_group", name
+            if name == "_get_split_source":
+                assert found[: len(both)] == both, name  # torch before 2.15 has one less
+            else:
+                assert found == both or name == "_create_shrunk_process_group", name
 
 
 def test_what_is_partly_there_is_shown() -> None:

@@ -64,6 +64,8 @@ async def test_backends_behind_a_group() -> None:
         with pytest.raises(RuntimeError, match=r"of a type in \['cpu'\]"):
             dist.get_backend_impl(pg, "xpu")
         assert dist._get_split_source(pg) is pg.comm()  # type: ignore[arg-type]
+        assert dist._get_split_source(pg, "cpu:loopback") is pg.comm()  # type: ignore[arg-type]
+        assert dist._get_split_source(pg, "cpu:gloo") is None  # a split has the backend of its parent
         other = await dist.new_group([0])
         assert isinstance(other, dist.ProcessGroup)
         assert dist._get_split_source(other) is None  # no device is bound to it
