@@ -29,6 +29,7 @@ from asynccomm.backends.shm.layout import LINE, rounded_up
 from asynccomm.backends.shm.mapping import Mapping
 from asynccomm.backends.shm.segment import grow, growing
 from asynccomm.core.native import CoreUnavailable, load_core
+from asynccomm.core.per_process import PerProcess
 from asynccomm.errors import BackendError
 
 PAGE: Final = mmap.PAGESIZE
@@ -218,25 +219,4 @@ class Arena:
         self._extents, self._addresses, self._open = {}, [], None
 
 
-_arena: Arena | None = None
-_making = threading.Lock()
-
-
-def arena() -> Arena:
-    """The arena of this process."""
-    global _arena
-    with _making:
-        if _arena is None:
-            _arena = Arena()
-        return _arena
-
-
-def _forget() -> None:
-    global _arena, _making
-    if _arena is not None:
-        _arena.forget_in_child()
-    _arena = None
-    _making = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)
+arena: Final = PerProcess(Arena, Arena.forget_in_child)  #: the arena of this process

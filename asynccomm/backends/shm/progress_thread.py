@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final, Protocol, final
 
+from asynccomm.core.per_process import PerProcess
+
 SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread, a short interval multiplies the bandwidth
 END_SECONDS: Final = 5.0  # limit of the wait for the thread to finish its turn, when the process ends
 
@@ -238,29 +240,12 @@ def _some_core_is_idle() -> bool:
     return int(running) <= (os.cpu_count() or 1)
 
 
-_worker: ProgressThread | None = None
-_making = threading.Lock()
-
-
-def shared_thread() -> ProgressThread:
-    """The worker of this process; the first call starts its thread."""
-    global _worker
-    with _making:
-        if _worker is None:
-            _worker = ProgressThread()
-        return _worker
+shared_thread: Final = PerProcess(ProgressThread)  #: the thread of this process, which a forked child lacks
 
 
 def _end() -> None:
-    if _worker is not None:
-        _worker.end()
-
-
-def _forget() -> None:
-    global _worker, _making
-    _worker = None  # the child does not have the thread
-    _making = threading.Lock()
+    if shared_thread.made is not None:
+        shared_thread.made.end()
 
 
 atexit.register(_end)
-os.register_at_fork(after_in_child=_forget)
