@@ -16,7 +16,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from asynccomm.backends.base import Submission
+from asynccomm.backends.base import Backend, Submission
 from asynccomm.backends.claims import Claim
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.hierarchical.pipeline import Pipeline
@@ -67,21 +67,21 @@ class PlacedMessages:
 
     def before_await(self, work: Work[Any]) -> None:
         """See ``Backend.before_await``."""
-        assert self._between is not None
-        message = self._works.get(work)
-        if message is None:
-            self._between.before_await(work)
-        elif self._inside is not None:
-            self._inside.before_await(message)
+        backend, message = self._way_of(work)
+        backend.before_await(message)
 
     def before_block(self, work: Work[Any]) -> None:
         """See ``Backend.before_block``."""
-        assert self._between is not None
+        backend, message = self._way_of(work)
+        backend.before_block(message)
+
+    def _way_of(self, work: Work[Any]) -> tuple[Backend, Work[Any]]:
+        """The backend that is to be helped with a message, and the Work that it knows."""
         message = self._works.get(work)
-        if message is None:
-            self._between.before_block(work)
-        elif self._inside is not None:
-            self._inside.before_block(message)
+        if message is not None and self._inside is not None:
+            return self._inside, message
+        assert self._between is not None
+        return self._between, work
 
     def _submit_inside(self, inside: ShmBackend, submission: Submission) -> None:
         self._pipeline.call(partial(inside.submit, (submission,)))
