@@ -18,7 +18,7 @@ from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError, PeerLostError
-from asynccomm.observe.watchers import Called, Watcher, Watchers
+from asynccomm.observe.watchers import Called, Watcher, Watchers, once
 from asynccomm.ops import Call, Op
 
 KEPT: Final = 4096  # notes that wait for the reader of a stream
@@ -110,7 +110,8 @@ class _MemberWatcher(Watcher):
 class EventStream(_MemberWatcher, AsyncIterator[Event]):
     """The events of a comm from now on, for one reader: ``async for event in comm.events()``.
 
-    The stream ends when the comm closes or ``close`` is called. Cancelling a wait for the next event is safe.
+    The stream ends when the comm closes or ``close`` is called. Cancelling a wait for the next event is safe. Raises:
+    RuntimeError while another task waits for the next event.
 
     Args:
         mailbox: of the comm's loop.
@@ -134,13 +135,12 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
         self._detach = detach
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
+        self._lock = threading.Lock()  # for notes, and the count of those dropped
 
     # -- as a watcher -------------------------------------------------------------------------------------------------
 
     def finished(self, calls: Sequence[Called]) -> None:
-        self.dropped += max(0, len(self._notes) + len(calls) - self._size)
-        self._notes.extend(calls)
-        self._wake()
+        self._add_all(calls)
 
     def called(self, call: Call, work: Work[Any]) -> None:
         self._add(of_work("call", work.started, work))
@@ -148,7 +148,7 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
             self._deferred.add(work)
         else:
             self._add(of_work("send", work.started, work))
-        work.listen(partial(_once, [work], self._settled))
+        work.listen(partial(once, [work], self._settled))
 
     def sent(self, works: Sequence[Work[Any]]) -> None:
         for work in works:
@@ -179,9 +179,12 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
         self._add(Event("arrivals", time.monotonic(), op, seq, op.label, op.nbytes, arrivals=dict(arrivals)))
 
     def _add(self, note: Event | CallNote | Called) -> None:
-        if len(self._notes) >= self._size:
-            self.dropped += 1
-        self._notes.append(note)
+        self._add_all((note,))
+
+    def _add_all(self, notes: Sequence[Event | CallNote | Called]) -> None:
+        with self._lock:
+            self.dropped += max(0, len(self._notes) + len(notes) - self._size)
+            self._notes.extend(notes)
         self._wake()
 
     # -- for the reader -----------------------------------------------------------------------------------------------
@@ -201,10 +204,14 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
             if not self._notes:
                 self._watchers.flush()
             if self._notes:
-                self._ready.extend(self._maker.events_of(self._notes.popleft()))
+                with self._lock:
+                    note = self._notes.popleft()
+                self._ready.extend(self._maker.events_of(note))
             elif self._closed:
                 raise StopAsyncIteration
             else:
+                if self._waiter is not None and not self._waiter.done():
+                    raise RuntimeError("another task waits for the next event: each reader needs a stream of its own")
                 waiter = self._waiter = self._mailbox.loop.create_future()
                 self._watchers.hurry(self)
                 if not self._notes and not self._closed:  # a thread that adds a note looks for the waiter afterwards
@@ -254,7 +261,7 @@ class Hook(_MemberWatcher):
 
     def called(self, call: Call, work: Work[Any]) -> None:
         if self._post is not None:
-            work.listen(partial(_once, [work], self._settled))
+            work.listen(partial(once, [work], self._settled))
 
     def _settled(self, work: Work[Any]) -> None:
         assert self._post is not None
@@ -290,12 +297,3 @@ class Hook(_MemberWatcher):
 def _settle(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-def _once(works: list[Work[Any]], call: Callable[[Work[Any]], object]) -> None:
-    """Call ``call`` with the only item of ``works`` at the first time: a Work may notify a listener twice."""
-    try:
-        work = works.pop()  # atomic
-    except IndexError:
-        return
-    call(work)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 from asynccomm.core.work import Work
 from asynccomm.observe.lateness import Lateness
-from asynccomm.observe.watchers import Called, Watcher, Watchers
+from asynccomm.observe.watchers import Called, Watcher, Watchers, once
 from asynccomm.ops import Call
 
 BOUNDS: Final = tuple(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 3))  # seconds
@@ -115,19 +117,12 @@ class Metrics(Watcher):
         return found
 
     def called(self, call: Call, work: Work[Any]) -> None:
-        works = [work]
+        work.listen(partial(once, [work], self._settled))
 
-        def settled() -> None:
-            if works and (popped := works.pop()).finished is not None:  # a Work may notify twice
-                error = popped._error
-                self._add(
-                    popped.op.kind,
-                    popped.op.nbytes,
-                    popped.finished - popped.started,
-                    "" if error is None else type(error).__name__,
-                )
-
-        work.listen(settled)
+    def _settled(self, work: Work[Any]) -> None:
+        end = time.monotonic() if work.finished is None else work.finished
+        error = work._error  # exception() would mark the error as retrieved
+        self._add(work.op.kind, work.op.nbytes, end - work.started, "" if error is None else type(error).__name__)
 
     def _add(self, kind: str, nbytes: int, seconds: float, error: str) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, final
 
 from asynccomm.core.callsite import CallSite
@@ -174,3 +174,12 @@ class Watchers:
         self.flush()
         for watcher in self.all:
             watcher.closed()
+
+
+def once(works: list[Work[Any]], call: Callable[[Work[Any]], object]) -> None:
+    """Call ``call`` with the only item of ``works`` at the first time: a Work may notify a listener twice."""
+    try:
+        work = works.pop()  # atomic
+    except IndexError:
+        return
+    call(work)

@@ -282,3 +282,17 @@ async def test_calls_that_the_fast_path_has_held_and_python_sends_or_drops(comm:
     assert sorted(kinds(events)) == sorted(
         [("call", -1)] * 4 + [(kind, seq) for kind in ("send", "completion") for seq in (1, 2, 3)] + [("failure", -1)]
     )
+
+
+async def test_a_stream_has_one_reader() -> None:
+    async with loopback_world(1) as (comm,):
+        stream = comm.events()
+        first = asyncio.create_task(anext(stream))
+        await until(lambda: stream._waiter is not None)
+        with pytest.raises(RuntimeError, match="each reader needs a stream of its own"):
+            await anext(stream)
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await first
+        await comm.barrier()
+        assert (await anext(stream)).kind == "call"

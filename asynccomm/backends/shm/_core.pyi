@@ -136,3 +136,6 @@ def add_extent(address: int, nbytes: int, start: int, /) -> None:
 
 def remove_extent(address: int, /) -> None:
     """Forget an extent. Raises: KeyError."""
+
+def forget_extents() -> None:
+    """Forget all extents: those of the parent, in a forked child."""

@@ -57,6 +57,13 @@ static PyObject *remove_extent(PyObject *Py_UNUSED(module), PyObject *argument)
     Py_RETURN_NONE;
 }
 
+/* forget_extents() */
+static PyObject *forget_extents(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    extent_count = 0;
+    Py_RETURN_NONE;
+}
+
 static const Extent *extent_of(const char *address)
 {
     Py_ssize_t at = extents_to(address) - 1;
@@ -182,6 +189,7 @@ PyObject *core_map_by(PyObject *self, PyObject *peers)
 static PyMethodDef functions[] = {
     {"add_extent", add_extent, METH_VARARGS, "Note an extent of this process's arena."},
     {"remove_extent", remove_extent, METH_O, "Forget an extent."},
+    {"forget_extents", forget_extents, METH_NOARGS, "Forget all extents."},
     {NULL, NULL, 0, NULL},
 };
 

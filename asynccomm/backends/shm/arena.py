@@ -106,10 +106,13 @@ class Arena:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         with self._lock:
+            self._holders += 1  # meanwhile: a tensor that is freed by garbage collection may be the last one
             try:
                 view = self._take(nbytes)
             except (OSError, BackendError, ValueError, OverflowError) as exc:
                 raise MemoryError(f"no shared memory of {nbytes} bytes for a tensor: {exc}") from exc
+            finally:
+                self._holders -= 1
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -182,9 +185,10 @@ class Arena:
         return extent
 
     def _give(self, extent: _Extent, nbytes: int) -> memoryview:
-        view = extent.memory[extent.used : extent.used + nbytes]
-        extent.used += rounded_up(nbytes, LINE)
+        start = extent.used
+        extent.used += rounded_up(nbytes, LINE)  # first: a finalizer may make a tensor, too
         extent.tensors += 1
+        view = extent.memory[start : start + nbytes]
         weakref.finalize(view, self._freed, extent, os.getpid()).atexit = False
         return view
 
@@ -213,8 +217,7 @@ class Arena:
             if fd >= 0:
                 os.close(fd)
         if self._core is not None:
-            for address in self._addresses:
-                self._core.remove_extent(address)
+            self._core.forget_extents()  # all: another thread of the parent may have been adding or removing one
         self._fd = self._reader = -1
         self._extents, self._addresses, self._open = {}, [], None
 

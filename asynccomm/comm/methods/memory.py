@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import SupportsIndex
@@ -32,9 +33,10 @@ class SharedTensors(CommBase):
         ``all_gather``, ``broadcast``, ``gather``, ``reduce_scatter_single`` and ``all_to_all_single``, of contiguous
         tensors and their contiguous views, of 128 KiB or more (reductions: more than the hint ``whole_bytes``). The
         results have the same bits. Each rank decides for itself; ranks with and without such tensors may take part in
-        one collective. In exchange, a rank's operation ends only when the other ranks have read its tensor. All comms
-        of the process may use the tensor. Elsewhere, and on other backends, the tensor is in ordinary memory of the
-        comm's device.
+        one collective. In exchange, a rank's operation ends only when the other ranks have read its tensor: a program
+        that cancels an await must not write the tensor before the Work is done. All comms of the process may use the
+        tensor, and its memory cannot be resized. Elsewhere, and on other backends, the tensor is in ordinary memory of
+        the comm's device.
 
         The memory is freed with the last tensor in it; a tensor may outlive the comm. Only this process writes it. A
         tensor takes at least 64 bytes, and one of 256 KiB or more whole pages; the first access to new memory costs as
@@ -49,11 +51,13 @@ class SharedTensors(CommBase):
         """
         one = as_index(shape)
         sizes = check_shape([one] if one is not None else shape)
+        if sizes and max(sizes) >= 1 << 63:
+            raise ValueError(f"shape must have sizes below 2**63, got {shape!r}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         kind = torch.get_default_dtype() if dtype is None else dtype
         backend = self.unsafe_get_backend()
-        strides = [torch.Size(sizes[dim + 1 :]).numel() for dim in range(len(sizes))]
+        strides = [math.prod([max(size, 1) for size in sizes[dim + 1 :]]) for dim in range(len(sizes))]
         if type(backend).shared_tensor is Backend.shared_tensor:
             return torch.empty(sizes, dtype=kind, device=self.device)
         return backend.shared_tensor(sizes, strides, kind)

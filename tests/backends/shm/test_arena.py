@@ -141,3 +141,26 @@ def test_a_forked_child_has_its_own_and_leaves_its_parents_alone() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     assert bool((mine == 5).all())
     assert bool((small == 6).all())
+
+
+def test_a_forked_child_forgets_all_extents_even_if_one_was_being_freed() -> None:
+    kept = [arena().bytes(OWN_EXTENT) for _ in range(2)]
+    core = arena()._core
+    if core is None:
+        pytest.skip("the executor in C was not built")
+    addresses = list(arena()._addresses)
+    first = arena()._extents[addresses[0]]
+    core.remove_extent(first.address)  # as a thread does that frees it
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            for address in addresses:
+                with pytest.raises(KeyError):
+                    core.remove_extent(address)
+            code = 0
+        finally:
+            os._exit(code)
+    core.add_extent(first.address, first.nbytes, first.start)
+    assert os.waitpid(pid, 0)[1] == 0
+    del kept

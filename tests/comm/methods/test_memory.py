@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from asynccomm import BrokenError, ClosedError, Comm, blocking, new_comm
+from asynccomm import BrokenError, ClosedError, Comm, MemoryStore, blocking, new_comm
 from asynccomm.backends.shm import lowering
 from asynccomm.backends.shm.arena import NOT_LENT, arena
 from asynccomm.testing import check_backend, loopback_world
@@ -82,12 +82,19 @@ async def test_what_is_made_in_shared_memory() -> None:
         comm.memory()
 
 
+async def test_tensors_without_elements_have_the_strides_of_torch() -> None:
+    async with new_comm("shm", store=MemoryStore(), rank=0, size=1) as comm:
+        for shape in [(3, 0), (0,), (0, 3), (2, 0, 4), ()]:
+            assert comm.empty(shape).stride() == torch.empty(shape).stride(), shape
+
+
 async def test_arguments() -> None:
     async with loopback_world(1) as (comm,):
         for shape, dtype, error in [
             ("3", None, "shape must be a list or tuple"),
             ((1.5,), None, "shape must be integers"),
             ((-1,), None, "shape must not be negative"),
+            ((1 << 64, 0), None, "shape must have sizes below 2\\*\\*63, got"),
             ((1,), "float32", "dtype must be a torch.dtype, got 'float32'"),
         ]:
             with pytest.raises((TypeError, ValueError), match=error):
