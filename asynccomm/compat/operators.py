@@ -181,7 +181,7 @@ def _reduced(input: Tensor, group_name: str, op: str = "SUM") -> Tensor:
 
 @all_gather.register_fake
 def _gathered(input: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
-    shape = list(input.shape)
+    shape = list(input.shape) or [1]  # a scalar counts as one row
     shape[dim] *= world_size
     return input.new_empty(shape)
 
@@ -205,6 +205,12 @@ def _check_linear(op: str) -> None:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     """Keep all arguments but the tensor, which no gradient needs."""
     ctx.arguments = inputs[1:]
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    """Keep the number of rows as well: an input may have more than it sends."""
+    ctx.arguments = inputs[1:]
+    ctx.rows = inputs[0].shape[0]
 
 
 def _of_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -233,6 +239,9 @@ def _of_all_to_all(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def _of_all_to_all_v(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     output_split_sizes, input_split_sizes, group_name = ctx.arguments
     found = torch.ops.asynccomm.all_to_all_v(grad, input_split_sizes, output_split_sizes, group_name)
+    unused = ctx.rows - sum(input_split_sizes)
+    if unused:
+        found = torch.cat([found, found.new_zeros((unused, *found.shape[1:]))])
     return found, None, None, None
 
 
@@ -253,8 +262,8 @@ for _operator, _gradient in (
     (all_gather, _of_all_gather),
     (reduce_scatter, _of_reduce_scatter),
     (all_to_all, _of_all_to_all),
-    (all_to_all_v, _of_all_to_all_v),
     (broadcast, _of_broadcast),
     (reduce, _of_reduce),
 ):
     _operator.register_autograd(_gradient, setup_context=_keep)
+all_to_all_v.register_autograd(_of_all_to_all_v, setup_context=_keep_rows)

@@ -311,12 +311,10 @@ async def _all_made(
     tasks = [asyncio.ensure_future(each) for each in making]
     try:
         return await asyncio.gather(*tasks)
-    except BackendError:
+    except BaseException as exc:
         on_failure()
-        await asyncio.wait(tasks, timeout=END_SECONDS)
-        raise
-    except asyncio.CancelledError:
-        on_failure()
+        if not isinstance(exc, asyncio.CancelledError):
+            await asyncio.wait(tasks, timeout=END_SECONDS)
         raise
     finally:
         for task in tasks:

@@ -17,14 +17,33 @@ import torch
 from torch import Tensor
 
 from asynccomm.compat.torchcomms.comm import TorchComm
+from asynccomm.compat.torchcomms.errors import RefusedError
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp, ReduceOpLike
-from asynccomm.ops.validation import check_is_tensor
+from asynccomm.ops.validation import as_index, check_is_tensor, check_sizes
 
 
 def _check(comm: object, name: str, tensor: object) -> None:
     if not isinstance(comm, TorchComm):
         raise TypeError(f"comm must be a TorchComm, got {comm!r}")
     check_is_tensor(name, tensor)
+    if tensor.layout is not torch.strided:  # type: ignore[attr-defined]
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")  # type: ignore[attr-defined]
+
+
+def _check_root(comm: TorchComm, root: object) -> None:
+    number = as_index(root)
+    if number is None:
+        raise TypeError(f"root must be an integer, got {root!r}")
+    if not 0 <= number < comm.get_size():
+        raise RefusedError(f"root must be in [0, {comm.get_size()}), got {number}")
+
+
+def _check_dim(dim: object, tensor: Tensor) -> None:
+    number, dims = as_index(dim), max(tensor.dim(), 1)  # a scalar counts as one row
+    if number is None:
+        raise TypeError(f"dim must be an integer, got {dim!r}")
+    if not -dims <= number < dims:
+        raise RefusedError(f"dim must be in [{-dims}, {dims}) for input of shape {tuple(tensor.shape)}, got {number}")
 
 
 def _prepared(tensor: Tensor, op: ReduceOpLike) -> tuple[Tensor, str]:
@@ -50,6 +69,7 @@ def all_reduce(comm: TorchComm, tensor: Tensor, op: ReduceOpLike = ReduceOp.SUM)
 def reduce(comm: TorchComm, tensor: Tensor, root: int, op: ReduceOpLike = ReduceOp.SUM) -> Tensor:
     """The ranks' ``tensor``, combined by ``op``, on rank ``root``; zeros on the other ranks."""
     _check(comm, "tensor", tensor)
+    _check_root(comm, root)
     given, name = _prepared(tensor, op)
     size = comm.get_size()
     return torch.ops.asynccomm.reduce(given, root, size, comm.operator_name, name)  # type: ignore[no-any-return]
@@ -58,6 +78,7 @@ def reduce(comm: TorchComm, tensor: Tensor, root: int, op: ReduceOpLike = Reduce
 def broadcast(comm: TorchComm, tensor: Tensor, root: int) -> Tensor:
     """The ``tensor`` of rank ``root``; ``tensor`` is not changed."""
     _check(comm, "tensor", tensor)
+    _check_root(comm, root)
     return torch.ops.asynccomm.broadcast(tensor, root, comm.operator_name)  # type: ignore[no-any-return]
 
 
@@ -70,6 +91,7 @@ def all_gather(comm: TorchComm, tensor: Tensor) -> list[Tensor]:
 def all_gather_single(comm: TorchComm, input: Tensor, dim: int = 0) -> Tensor:
     """All ranks' ``input``, concatenated along ``dim``."""
     _check(comm, "input", input)
+    _check_dim(dim, input)
     size = comm.get_size()
     return torch.ops.asynccomm.all_gather(input, dim, size, comm.operator_name)  # type: ignore[no-any-return]
 
@@ -81,13 +103,21 @@ def reduce_scatter(comm: TorchComm, input_list: Sequence[Tensor], op: ReduceOpLi
     for tensor in input_list:
         _check(comm, "each item of input_list", tensor)
     if len(input_list) != comm.get_size():
-        raise RuntimeError(f"input_list must have {comm.get_size()} tensors, got {len(input_list)}")
+        raise RefusedError(f"input_list must have {comm.get_size()} tensors, got {len(input_list)}")
+    first = input_list[0]
+    for tensor in input_list:
+        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+            raise RefusedError(
+                f"input_list must have tensors of one shape and dtype, got {tuple(first.shape)} of {first.dtype} and "
+                f"{tuple(tensor.shape)} of {tensor.dtype}"
+            )
     return reduce_scatter_single(comm, torch.stack(list(input_list)), op)[0]
 
 
 def reduce_scatter_single(comm: TorchComm, input: Tensor, op: ReduceOpLike = ReduceOp.SUM, dim: int = 0) -> Tensor:
     """This rank's chunk along ``dim`` of the ranks' ``input``, combined by ``op``."""
     _check(comm, "input", input)
+    _check_dim(dim, input)
     given, name = _prepared(input, op)
     size = comm.get_size()
     return torch.ops.asynccomm.reduce_scatter(given, dim, size, comm.operator_name, name)  # type: ignore[no-any-return]
@@ -104,8 +134,10 @@ def all_to_all_v_single(
 ) -> Tensor:
     """``input_split_sizes[r]`` rows of ``input`` for each rank r; ``output_split_sizes[s]`` come from each rank s."""
     _check(comm, "input", input)
+    splits = []
     for name, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
-        if not isinstance(sizes, Sequence):
-            raise TypeError(f"{name} must be a list of integers, got {sizes!r}")
-    splits = list(output_split_sizes), list(input_split_sizes)
+        try:
+            splits.append(check_sizes(name, sizes, comm.get_size()))
+        except ValueError as exc:
+            raise RefusedError(str(exc)) from exc
     return torch.ops.asynccomm.all_to_all_v(input, *splits, comm.operator_name)  # type: ignore[no-any-return]

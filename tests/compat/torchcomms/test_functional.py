@@ -14,6 +14,38 @@ from asynccomm import Comm
 from asynccomm.compat import torchcomms
 from asynccomm.compat.torchcomms import ReduceOp, TorchComm, functional
 
+WRONG: Final[list[tuple[Callable[[TorchComm, Tensor], Any], type[Exception], str]]] = [
+    (lambda comm, x: functional.all_gather_single(comm, x, "x"), TypeError, "dim must be an integer, got 'x'"),  # type: ignore[arg-type]
+    (lambda comm, x: functional.all_gather_single(comm, x, 2), RuntimeError, r"dim must be in \[-2, 2\) .*, got 2"),
+    (lambda comm, x: functional.reduce_scatter_single(comm, x, dim=-3), ValueError, "dim must be in .*, got -3"),
+    (lambda comm, x: functional.broadcast(comm, x, None), TypeError, "root must be an integer, got None"),  # type: ignore[arg-type]
+    (lambda comm, x: functional.reduce(comm, x, -1), RuntimeError, r"root must be in \[0, 2\), got -1"),
+    (
+        lambda comm, x: functional.all_to_all_v_single(comm, x, ["a", 1], [1, 1]),  # type: ignore[list-item]
+        TypeError,
+        "output_split_sizes must be integers",
+    ),
+    (
+        lambda comm, x: functional.all_to_all_v_single(comm, x, [1, 1], [-1, 1]),
+        RuntimeError,
+        "input_split_sizes must not be",
+    ),
+    (
+        lambda comm, x: functional.reduce_scatter(comm, [x, x[:1]]),
+        RuntimeError,
+        "input_list must have tensors of one shape",
+    ),
+    (
+        lambda comm, x: functional.reduce_scatter(comm, [x, x.int()]),
+        ValueError,
+        "input_list must have tensors of one .*int32",
+    ),
+    (
+        lambda comm, x: functional.all_reduce(comm, x.to_sparse()),
+        TypeError,
+        "tensor must be a dense tensor, got one of",
+    ),
+]
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -51,6 +83,15 @@ async def test_a_compiled_function_keeps_the_operators(comm: Comm) -> None:
         for wrong in (lambda: functional.reduce(main, mine, 2), lambda: functional.reduce_scatter(main, [mine])):
             with pytest.raises(RuntimeError, match=r"root|input_list must have 2 tensors, got 1"):
                 wrong()
+        row = torch.ones(3, requires_grad=True)  # of which one is not sent
+        functional.all_to_all_v_single(main, row, [1, 1], [1, 1]).sum().backward()
+        assert row.grad is not None
+        assert row.grad.tolist() == [1, 1, 0]
+        one = torch.tensor(float(comm.rank))
+        assert torch.compile(lambda x: functional.all_gather_single(main, x), backend="eager")(one).tolist() == [0, 1]
+        for call, error, text in WRONG:
+            with pytest.raises(error, match=text):
+                call(main, mine)
         with pytest.raises(ValueError, match="must be an integer"):
             functional.all_reduce(main, torch.ones(1, dtype=torch.int32), ReduceOp.PREMUL_SUM(0.5))
         main.finalize()
