@@ -169,8 +169,8 @@ async def _exchange_addresses(
     if problem := next(
         (f"rank {each} of {len(ways)}: {way.problem}" for each, way in enumerate(ways) if way.problem), ""
     ):
-        await room.set(f"addresses read/{rank}", b"")
-        with contextlib.suppress(StoreTimeoutError):  # the store may end with this rank
+        with contextlib.suppress(StoreError):  # the store may end with this rank, or with one that has read all
+            await room.set(f"addresses read/{rank}", b"")
             await room.wait([f"addresses read/{each}" for each in range(len(ways))], FAREWELL)
         raise BackendError(problem)
     return joined._replace(

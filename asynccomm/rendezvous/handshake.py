@@ -46,7 +46,7 @@ from asynccomm.control.transport.schema import (
 )
 from asynccomm.control.transport.topology import RankAddress, Text
 from asynccomm.core.hosts import host_name
-from asynccomm.errors import RendezvousError, StoreTimeoutError
+from asynccomm.errors import RendezvousError, StoreError, StoreTimeoutError
 from asynccomm.store.base import Store
 from asynccomm.store.routes import is_reachable, network_id
 from asynccomm.version import __version__
@@ -389,8 +389,9 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
             raise RendezvousError(f"comm {name!r}: the answer of rank 0 cannot be read: {exc}") from None
         except StoreTimeoutError:
             raise late("the list of the ranks did not come") from None
-        await room.set(f"heard/{mine.nonce}", b"")
-        await room.check([])  # a round trip: the store has the key before the connection closes
+        with contextlib.suppress(StoreError):  # rank 0, which may host the store, ends as soon as all have heard it
+            await room.set(f"heard/{mine.nonce}", b"")
+            await room.check([])  # a round trip: the store has the key before the connection closes
         raise RendezvousError(answer.reason)
 
 

@@ -9,13 +9,14 @@ import asyncio
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from asynccomm import MemoryStore, RendezvousError, StoreError
+from asynccomm import BackendError, MemoryStore, RendezvousError, StoreError
 from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.comm import bootstrap as assembly_module
 from asynccomm.comm.bootstrap import bootstrap
@@ -120,6 +121,27 @@ async def test_hosts_that_differ_listen_on_tcp(monkeypatch: pytest.MonkeyPatch) 
         assert channel is not None
         assert all(contact.port and contact.address for contact in channel.topology.contacts.values())
     await close(*sessions)
+
+
+async def test_the_problem_of_an_address_outlives_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that hosts the store ends once all have read the problem: the others lose their connections."""
+    names = iter(range(100))
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{next(names)}")
+    store = MemoryStore()
+    wait = store.wait
+
+    async def lost(keys: Sequence[str], timeout: float | None = None) -> None:
+        if any("addresses read" in key for key in keys):
+            raise StoreError("the connection was lost")
+        await wait(keys, timeout)
+
+    monkeypatch.setattr(store, "wait", lost)
+    options = CommOptions(timeout=10, hints={"interface": "nosuch0"})
+    found = await asyncio.gather(*(made(store, rank, 2, options) for rank in range(2)), return_exceptions=True)
+    for error in found:
+        assert isinstance(error, BackendError), error
+        assert "rank 0 of 2: hint 'interface'='nosuch0' names no interface" in str(error)
+    await nothing_is_left()
 
 
 async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asynccomm.control.transport.topology import RankAddress
-from asynccomm.errors import RendezvousError
+from asynccomm.errors import RendezvousError, StoreError
 from asynccomm.rendezvous import handshake as module
 from asynccomm.rendezvous.handshake import MEMBERS_INLINE, HandshakeResult, handshake
 from asynccomm.store.base import Store
@@ -177,6 +177,21 @@ async def test_what_differs_is_said_on_all_ranks(stores: list[Store], changes: d
     for result in results:
         assert isinstance(result, RendezvousError)
         assert str(result) == f"comm 'world': {text}"
+
+
+async def test_the_reason_outlives_the_store_of_rank_0(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which may host the store, ends once the others have read the reason: the last round trip fails."""
+
+    async def lost(keys: list[str]) -> bool:
+        if keys:
+            return all(key in store._values for key in keys)
+        raise StoreError("the connection was lost")
+
+    monkeypatch.setattr(store, "check", lost)
+    results = await outcomes(start(store, 0, 3), start(store, 1, 3), start(store, 2, 3, backend="nccl"))
+    for result in results:
+        assert isinstance(result, RendezvousError), result
+        assert "backend differs" in str(result)
 
 
 async def test_other_versions_are_refused(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
