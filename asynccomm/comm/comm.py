@@ -133,7 +133,7 @@ class Comm(
             max_bytes, max_ops: limits of the collectives in a batch, counted as the program calls them: a full batch is
                 sent at once, and the next batch begins. None: no limit.
         """
-        return CoalesceScope([self._submitter], max_bytes, max_ops, self._fast)
+        return CoalesceScope([self._session.deferred], max_bytes, max_ops, self._fast)
 
     def time_estimator(self) -> Estimate:
         """Estimate the time that the operations called in the scope would take, without running them.
@@ -150,8 +150,8 @@ class Comm(
         Raises: NotImplementedError for backends other than NCCL, which can simulate; and on leaving, for operations
             that NCCL cannot estimate since it builds them from messages (gather, scatter, all_to_all).
         """
-        self._submitter.check_estimates()
-        return Estimate(self._submitter)
+        self._session.deferred.check_estimates()
+        return Estimate(self._session.deferred)
 
     @contextmanager
     def graph_capture(self, stream: torch.cuda.Stream | None = None) -> Iterator[GraphCapture]:
@@ -335,4 +335,4 @@ def coalesce(*comms: Comm, max_bytes: int | None = None, max_ops: int | None = N
             raise TypeError(f"comms[{i}] must be a Comm, got {comm!r}")
     if len({id(comm) for comm in comms}) < len(comms):
         raise ValueError(f"comms must be different ones, got {[comm.name for comm in comms]}")
-    return CoalesceScope([comm._submitter for comm in comms], max_bytes, max_ops)
+    return CoalesceScope([comm._session.deferred for comm in comms], max_bytes, max_ops)

@@ -14,7 +14,8 @@ from asynccomm.backends.regions import AccessSet
 from asynccomm.batching.batches import planned
 from asynccomm.batching.plan import BatchLimiter, Item, conflict
 from asynccomm.batching.queue import DeferredQueue
-from asynccomm.comm.submission import Submitter, describe_exception
+from asynccomm.comm.deferring import DeferredCalls
+from asynccomm.comm.submission import describe_exception
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AbortedError
@@ -42,7 +43,7 @@ class CoalesceScope(Handle):
 
     def __init__(
         self,
-        submitters: Sequence[Submitter],
+        deferred: Sequence[DeferredCalls],
         max_bytes: int | None,
         max_ops: int | None,
         fast: FastCalls | None = None,
@@ -53,7 +54,7 @@ class CoalesceScope(Handle):
         self._limits = max_ops, max_bytes
         self._fast = fast  # of the only comm
         # by name, so that all ranks with several comms in common send in the same order
-        self._submitters: Final = sorted(submitters, key=lambda submitter: submitter.group.name)
+        self._deferred: Final = sorted(deferred, key=lambda each: each.submitter.group.name)
         self._queues: list[DeferredQueue] = []  # one queue for each comm
         self._since: list[tuple[int, int]] = []  # operations and Works in each queue before this scope
         self._entered = False
@@ -97,8 +98,8 @@ class CoalesceScope(Handle):
             raise RuntimeError("a scope is entered once; make a new one")
         self._entered = True
         try:
-            for submitter in self._submitters:
-                queue = submitter.open_queue(BatchLimiter(*self._limits), fast=self._fast)
+            for deferred in self._deferred:
+                queue = deferred.open_queue(BatchLimiter(*self._limits), fast=self._fast)
                 self._queues.append(queue)
                 self._since.append((queue.count, len(queue.works)))
         except BaseException:
@@ -127,8 +128,8 @@ class CoalesceScope(Handle):
 
     def _drop(self, reason: str) -> None:
         """Fail the operations of this scope that are still held."""
-        for submitter, queue, (since, _) in zip(self._submitters, self._queues, self._since, strict=False):
-            submitter.drop(submitter.take(queue, since), reason)
+        for deferred, queue, (since, _) in zip(self._deferred, self._queues, self._since, strict=False):
+            deferred.submitter.drop(deferred.take(queue, since), reason)
 
     def _leave(self) -> None:
         try:
@@ -138,43 +139,43 @@ class CoalesceScope(Handle):
                     self.flush()
             else:
                 self._check_apart()
-                for submitter, queue in zip(self._submitters, self._queues, strict=True):
+                for deferred, queue in zip(self._deferred, self._queues, strict=True):
                     if queue.depth == 1:  # else the outer scope sends it
-                        submitter.flush(queue)
+                        deferred.flush(queue)
         except BaseException as exc:
             self._drop(describe_exception(exc))
             raise
 
     def _close(self) -> None:
-        if len(self._queues) == len(self._submitters):
+        if len(self._queues) == len(self._deferred):
             self._works = self.works
-        for submitter, queue in zip(self._submitters, self._queues, strict=False):
-            submitter.close_queue(queue)
+        for deferred, queue in zip(self._deferred, self._queues, strict=False):
+            deferred.close_queue(queue)
 
     def _check_apart(self) -> None:
         """Raise ValueError if operations of different comms share memory: no order is promised between comms."""
         if len(self._queues) < 2:
             return
         before = AccessSet()
-        for i, (submitter, queue) in enumerate(zip(self._submitters, self._queues, strict=True)):
-            items = [planned(submission) for submission in submitter.submissions(queue)]
+        for i, (deferred, queue) in enumerate(zip(self._deferred, self._queues, strict=True)):
+            items = [planned(submission) for submission in deferred.submissions(queue)]
             for item in items:
                 if before.conflicts(*item[1:]):
                     name, other = self._partner(item, i)
                     raise ValueError(
-                        f"{item[0]} on comm {submitter.group.name!r} shares memory with {other[0]} on comm {name!r}, "
-                        f"which is held in the same scope; await one of them before the other is called"
+                        f"{item[0]} on comm {deferred.submitter.group.name!r} shares memory with {other[0]} on comm "
+                        f"{name!r}, which is held in the same scope; await one of them before the other is called"
                     )
             for item in items:
                 before.add(*item[1:])
 
     def _partner(self, item: Item, end: int) -> tuple[str, Item]:
         """The comm, before number ``end``, and its held operation that shares memory with ``item``."""
-        pairs = zip(self._submitters[:end], self._queues, strict=False)
+        pairs = zip(self._deferred[:end], self._queues, strict=False)
         held = [
-            (submitter.group.name, planned(submission))
-            for submitter, queue in pairs
-            for submission in submitter.submissions(queue)
+            (deferred.submitter.group.name, planned(submission))
+            for deferred, queue in pairs
+            for submission in deferred.submissions(queue)
         ]
         return next((name, other) for name, other in held if conflict(item, other))
 
@@ -189,18 +190,19 @@ class Estimate(Handle):
 
     _instead = "send its seconds"
 
-    def __init__(self, submitter: Submitter) -> None:
+    def __init__(self, deferred: DeferredCalls) -> None:
         """Not for users: see ``comm.time_estimator``."""
         self.seconds: float = 0.0
-        self._submitter = submitter
+        self._deferred = deferred
+        self._submitter = deferred.submitter
         self._queue: DeferredQueue | None = None
 
     async def __aenter__(self) -> Self:
         if self._queue is not None:
             raise RuntimeError("a scope is entered once; make a new one")
-        queue = self._submitter.open_queue(BatchLimiter(), _only_estimated)
+        queue = self._deferred.open_queue(BatchLimiter(), _only_estimated)
         if queue.depth > 1:
-            self._submitter.close_queue(queue)
+            self._deferred.close_queue(queue)
             raise RuntimeError("time_estimator() cannot be used within another scope of the same task")
         self._queue = queue
         return self
@@ -209,21 +211,21 @@ class Estimate(Handle):
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._queue is not None
-        submitter = self._submitter
-        held = [submitter.taken_over(item) for item in submitter.take(self._queue)]
-        submitter.close_queue(self._queue)
+        deferred = self._deferred
+        held = deferred.taken_over(deferred.take(self._queue))
+        deferred.close_queue(self._queue)
         try:
             if exc is None:
                 self.seconds = await self._estimate(held)
         finally:
-            submitter.drop(held, "it was only estimated")
+            self._submitter.drop(held, "it was only estimated")
 
     async def _estimate(self, held: Sequence[Submission]) -> float:
         total = 0.0
         limit = self._submitter.in_flight.timeout
         try:
             async with asyncio.timeout(None if limit == math.inf else limit):
-                futures = self._submitter.estimate(held)
+                futures = self._deferred.estimate(held)
                 self._submitter.drop(held, "it was only estimated")
                 for batch in futures:
                     total += await asyncio.wrap_future(batch)

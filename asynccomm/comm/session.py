@@ -26,6 +26,7 @@ from datetime import timedelta
 from typing import Any, Protocol, final
 
 from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, UnsuitableError, own_hints
+from asynccomm.comm.deferring import DeferredCalls
 from asynccomm.comm.flight import dump_at_signal, dump_failure
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
 from asynccomm.comm.losses import located, may_be_recorded
@@ -99,6 +100,7 @@ class Session:
         # weak callbacks: pending Works, the control channel and the backend must not keep a dropped comm alive
         self.in_flight: InFlight = InFlight(options, mailbox, weak_callback(self._expired))
         self.submitter: Submitter = Submitter(group, mailbox, self.in_flight, weak_callback(self._fail))
+        self.deferred: DeferredCalls = DeferredCalls(self.submitter)
         #: the backend calls it with transport errors
         self.transport_failed: Callable[[Any], None] = weak_callback(self._transport_failed)
         self._connecting: asyncio.Timeout | None = None
@@ -282,7 +284,7 @@ class Session:
         """Wait until no operation is in flight, except receives of streams, before another comm replaces this one."""
         if self.error is None:
             with self.submitter.lock:
-                self.submitter.flush_all()
+                self.deferred.flush_all()
         await self.in_flight.wait_while(
             lambda: self.error is None and any(not _of_stream(work) for work in self.in_flight.works.copy())
         )
@@ -339,7 +341,7 @@ class Session:
         if self._closing is None:  # a separate task: cleaning up goes on when the caller is cancelled
             closed = ClosedError(f"comm {self.group.name!r} is closed")
             with self.submitter.lock:
-                self.submitter.flush_all()
+                self.deferred.flush_all()
                 with self._breaking:
                     self.submitter.error = self.error or closed
             self._end_streams()

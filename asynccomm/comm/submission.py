@@ -11,25 +11,21 @@ called it (``batching.ordering.transport``).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final, final
 
-from asynccomm.backends.base import Backend, BackendWindow, FastCalls, HeldCall, Submission
-from asynccomm.batching.batches import Batch, FusedOp, batches_of, planned
+from asynccomm.backends.base import Backend, BackendWindow, HeldCall, Submission
+from asynccomm.batching.batches import Batch, FusedOp, batches_of
 from asynccomm.batching.composite import CompositeWork
-from asynccomm.batching.fusion import can_fuse, check_fusible
-from asynccomm.batching.hazards import PendingHazards
-from asynccomm.batching.ordering.transport import SELF, OrderingSession
-from asynccomm.batching.plan import BatchLimiter, check_apart, check_messages, item_of
+from asynccomm.batching.fusion import check_fusible
+from asynccomm.batching.plan import check_apart, item_of
 from asynccomm.batching.queue import DeferredQueue, current_owner
-from asynccomm.comm.held_calls import submission_of
+from asynccomm.comm.agreed_order import AgreedOrder
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
 from asynccomm.core.callsite import CallSite, call_site
 from asynccomm.core.mailbox import Mailbox
@@ -39,7 +35,6 @@ from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTim
 from asynccomm.observe.profiling import is_profiling, recorded
 from asynccomm.observe.watchers import Called, Watcher, Watchers
 from asynccomm.ops import Call, GroupedOp, Op, Several
-from asynccomm.ops.signature import signature_of
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import check_strings, seconds
 
@@ -69,7 +64,7 @@ class Submitter:
         self.on_failure = on_failure
         self.backend: Backend | None = None  #: None until connected, and in a forked child
         self.counts: CallCounts = in_flight.counts
-        self.ordering: OrderingSession | None = None  #: orders the collectives; None: the program does
+        self.ordering: AgreedOrder | None = None  #: orders the collectives; None: the program does
         self.lock: threading.RLock = threading.RLock()  #: held while submitting, so that calls have one order
         self.records_sites = False  #: whether the place of each call is recorded, which the other ranks may request
         self._error: AsyncCommError | None = None
@@ -79,7 +74,6 @@ class Submitter:
         self._compare: Callable[[Work[Any], int], object] | None = None
         self._aside = 0  # operations that do not use the backend
         self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
-        self._undecided = PendingHazards()
 
     def compare(self, compare: Callable[[Work[Any], int], object]) -> None:
         """Call ``compare(work, batch)`` with each later operation; ``batch`` as for ``Reporter.compare``."""
@@ -160,10 +154,6 @@ class Submitter:
         self.watchers.called(call, work)
         return work
 
-    def taken_over(self, item: Submission | HeldCall) -> Submission:
-        """The submission of a held operation."""
-        return item if isinstance(item, Submission) else submission_of(self.group, item, self._context())
-
     def note_deadline(self, queue: DeferredQueue, work: Work[Any]) -> None:
         """Have the comm look at the deadline of ``work``, which ``queue`` holds."""
         if (due := work.started + work.timeout) < queue.due:
@@ -195,7 +185,7 @@ class Submitter:
                 work = self._defer(call, limit, site, queue)
             elif self.ordering is not None and not call.op.p2p:
                 work = self._work(call, limit, site, None)  # until the ranks have agreed on it
-                self._issue([self._submission(call, work, self._context())])
+                self.ordering.issue([self._submission(call, work, self.call_context())])
             else:
                 work = self._work(call, limit, site, self.backend)
                 self._send_one(call, work)
@@ -252,7 +242,7 @@ class Submitter:
         if self.ordering is None:
             check_fusible(self.group.size, call)
         work = self._work(call, limit, site, queue)
-        item = self._submission(call, work, self._context())
+        item = self._submission(call, work, self.call_context())
         queue.works.append(work)
         self._add(queue, [item])
         if work.seq == UNNUMBERED:
@@ -284,9 +274,9 @@ class Submitter:
         with self.lock:
             self.check_open()
             queue = self.queues.get(current_owner()) if self.queues else None
-            propose = queue is None and self.ordering is not None and not calls[0].op.p2p
-            driver = None if propose else self.backend if queue is None else queue
-            context = self._context() if propose or queue is not None else None
+            ordering = None if queue is not None or calls[0].op.p2p else self.ordering
+            driver = queue if queue is not None else self.backend if ordering is None else None
+            context = None if driver is self.backend else self.call_context()
             parts = [self._work(call._replace(result=None), limit, site, driver, on_settled=settled) for call in calls]
             whole.expect(parts)
             together = GroupedOp(tuple([call.op for call in calls]))
@@ -296,8 +286,8 @@ class Submitter:
                 queue.works.append(whole.work)
                 self._add(queue, items)
                 self.in_flight.deadlines.add(parts[0])
-            elif propose:
-                self._issue(items)
+            elif ordering is not None:
+                ordering.issue(items)
             else:
                 try:
                     # one batch, which is sent or refused as a whole
@@ -388,7 +378,7 @@ class Submitter:
         work.site = site
         return work
 
-    def _context(self) -> Any:
+    def call_context(self) -> Any:
         assert self.backend is not None
         return self.backend.call_context()
 
@@ -444,7 +434,7 @@ class Submitter:
         for whole in dict.fromkeys([item.whole for item in batch.items if item.whole is not None]):
             whole.sent()
 
-    def _send_planned(self, items: Sequence[Submission]) -> None:
+    def send_planned(self, items: Sequence[Submission]) -> None:
         assert self.backend is not None
         for batch in batches_of(items, self.group.size, self.backend, self.mailbox):
             self._send(batch)
@@ -458,99 +448,6 @@ class Submitter:
             self.drop(items, describe_exception(exc))
             raise
 
-    def open_queue(
-        self, meter: BatchLimiter, send: Callable[[DeferredQueue], object] | None = None, fast: FastCalls | None = None
-    ) -> DeferredQueue:
-        """Defer later operations of the caller; an open queue of the same caller serves both scopes.
-
-        Args:
-            fast: the backend's fast path, which may hold operations; None: it may not.
-        """
-        self.check_loop()
-        with self.lock:
-            self.check_open()
-            owner = current_owner()
-            queue = self.queues.get(owner)
-            if queue is None:
-                queue = self.queues[owner] = DeferredQueue(owner, meter, self.flush if send is None else send)
-                queue.fast = None if meter.limited else fast
-                self._count_scope(queue, 1)
-            else:
-                queue.depth += 1
-            return queue
-
-    def close_queue(self, queue: DeferredQueue) -> None:
-        """Leave one scope of ``queue``; the last one ends the deferring."""
-        with self.lock:
-            queue.depth -= 1
-            if not queue.depth and self.queues.pop(queue.owner, None) is not None:
-                self._count_scope(queue, -1)
-
-    def _count_scope(self, queue: DeferredQueue, number: int) -> None:
-        if queue.fast is not None:
-            self.counts.scopes += number
-        else:
-            self.counts.detours += number
-
-    def flush(self, queue: DeferredQueue) -> None:
-        """Send the operations in ``queue``. From any thread.
-
-        Raises: ValueError if they cannot be sent together; none is sent then.
-        """
-        with self.lock:
-            taken = queue.take()
-            held = [item for item in taken if not item.work.done()]
-            if len(held) < len(taken):
-                self._report_held([item for item in taken if item.work.done()])  # the comm has broken
-            if not held:
-                return
-            try:
-                if queue.fast is None or not queue.fast.flush(held):
-                    self._report_held(held)
-                    self._flush([self.taken_over(item) for item in held])
-                    return
-            except BaseException as exc:
-                self.drop(held, describe_exception(exc))
-                raise
-            self.in_flight.batches += len(held) > 1
-            if self.watchers.all:
-                self.watchers.sent([item.work for item in held])
-            self.in_flight.wake()
-
-    def _flush(self, held: list[Submission]) -> None:
-        if self.ordering is not None:
-            check_messages([planned(item) for item in held])
-            held = self._issue_all(held)
-        self._send_planned(held)
-
-    def flush_all(self) -> None:
-        """Send the operations of all scopes: the comm is closing. Operations that cannot be sent have failed."""
-        for queue in list(self.queues.values()):
-            with contextlib.suppress(Exception):
-                queue.send()
-            self.drop(self.take(queue), "the comm was closed")  # the operations of a time_estimator()
-
-    def submissions(self, queue: DeferredQueue) -> list[Submission]:
-        """The operations in ``queue``, which stay there."""
-        with self.lock:
-            self._report_held(queue.items)
-            found = [self.taken_over(item) for item in queue.items]
-            queue.items[:] = found
-            return found
-
-    def take(self, queue: DeferredQueue, since: int = 0) -> list[Submission | HeldCall]:
-        """Take the items of ``queue``, from number ``since`` on, out of it."""
-        with self.lock:
-            items = queue.take(since)
-            self._report_held(items)
-            return items
-
-    def _report_held(self, items: Sequence[Submission | HeldCall]) -> None:
-        """Report calls that the fast path has held to the watchers, as it does not send them. Under the lock."""
-        for item in items if self.watchers.all else ():
-            if not isinstance(item, Submission):
-                self.watchers.called(Call(item.work.op, (), (), None), item.work)
-
     def drop(self, items: Sequence[Submission | HeldCall], reason: str) -> None:
         """Fail the operations of ``items`` that were not sent. From any thread."""
         for item in items:
@@ -560,63 +457,17 @@ class Submitter:
                 error.observed = True  # the cause of the drop was raised already
                 work.settle(error)
 
-    def check_estimates(self) -> None:
-        """Raise NotImplementedError if the backend has no estimates."""
-        self.check_open()
-        assert self.backend is not None
-        if type(self.backend).estimate is Backend.estimate:
-            self.backend.estimate(())
+    # -- agreed ordering ----------------------------------------------------------------------------------------------
 
-    def estimate(self, held: Sequence[Submission]) -> list[Future[float]]:
-        """The seconds for each batch of ``held``. Raises: the errors of ``flush`` and ``Backend.estimate``."""
-        with self.lock:
-            self.check_open()
-            assert self.backend is not None
-            batches = batches_of(held, self.group.size, self.backend, self.mailbox)
-            return [self.backend.estimate([fused.submission for fused in batch.fused_ops]) for batch in batches]
-
-    # -- the order agreed by the ranks ---------------------------------------------------------------------------------
-
-    def start_ordering(self) -> OrderingSession:
+    def start_ordering(self) -> AgreedOrder:
         """Have the ranks agree on the order of collectives."""
         assert self.backend is not None
-        args = self.group, self.mailbox, self.backend, self.lock
-        self.ordering = OrderingSession(*args, weak_callback(self.run_agreed), self.on_failure)
+        send = weak_callback(self.send_planned)
+        self.ordering = AgreedOrder(
+            self.group, self.mailbox, self.backend, self.lock, self.in_flight.deadlines, send, self.on_failure
+        )
         self.counts.detours += 1
         return self.ordering
-
-    def _issue(self, items: Sequence[Submission]) -> None:
-        """Announce ``items``, of one call, for an agreed place in the order. Under the lock."""
-        assert self.ordering is not None
-        ops = [item.op for item in items]
-        nbytes = sum([op.nbytes for op in ops])
-        conflicts = self._undecided.enter(items)
-        if conflicts or not all(can_fuse(self.group.size, item) for item in items):
-            nbytes = SELF  # a separate batch on all ranks: their tensors may not conflict
-        text = str(ops[0] if len(ops) == 1 else GroupedOp(tuple(ops)))
-        self.ordering.issue(ops[0].label, signature_of(ops), text, nbytes, items)
-        self.in_flight.deadlines.add(items[0].work)
-
-    def _issue_all(self, held: Sequence[Submission]) -> list[Submission]:
-        """Announce the collectives of ``held``; returns the remaining items, which are messages."""
-        messages = []
-        wholes: dict[object, list[Submission]] = {}
-        for item in held:
-            if item.op.p2p:
-                messages.append(item)
-            else:
-                item.work.driver = None
-                wholes.setdefault(item if item.whole is None else item.whole, []).append(item)
-        for items in wholes.values():
-            self._issue(items)
-        return messages
-
-    def run_agreed(self, batch: Sequence[Sequence[Submission]]) -> None:
-        """Hand an agreed batch to the backend, all calls at once. On the loop."""
-        with self.lock:
-            items = [item for call in batch for item in call]
-            self._undecided.leave(items)
-            self._send_planned([item for item in items if not item.work.done()])  # done: the comm has broken
 
     def is_held(self, work: Work[Any]) -> bool:
         """Whether ``work`` is not numbered, and the other ranks have no announcement of it."""

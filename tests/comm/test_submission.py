@@ -35,6 +35,7 @@ from asynccomm import (
 from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.batching.plan import BatchLimiter
+from asynccomm.comm.deferring import DeferredCalls
 from asynccomm.comm.in_flight import RECORDED, InFlight
 from asynccomm.comm.submission import COMPARED, Submitter
 from asynccomm.core.callsite import call_site
@@ -117,6 +118,7 @@ class Alone:
         self.keeper = Keeper()
         backend: Any = self.keeper
         self.submitter.backend = backend
+        self.deferred = DeferredCalls(self.submitter)
 
     def reduce(self) -> Call:
         return AllReduce.of(self.group, torch.ones(2), ReduceOp.SUM)
@@ -150,17 +152,17 @@ async def test_a_refused_call_takes_no_number() -> None:
 
 async def test_a_deferred_call_is_numbered_when_it_is_sent() -> None:
     alone = Alone()
-    queue = alone.submitter.open_queue(BatchLimiter())
+    queue = alone.deferred.open_queue(BatchLimiter())
     work = alone.submit()
     assert (work.seq, alone.keeper.batches) == (UNNUMBERED, [])
     assert alone.submitter.is_held(work)
     assert not alone.submitter.sends_now(p2p=True)
-    alone.submitter.flush(queue)
+    alone.deferred.flush(queue)
     assert (work.seq, len(alone.keeper.batches)) == (0, 1)
     dropped = alone.submit()
-    alone.submitter.drop(alone.submitter.take(queue), "a test says so")
+    alone.submitter.drop(alone.deferred.take(queue), "a test says so")
     assert isinstance(dropped.exception(), NotSentError)
-    alone.submitter.close_queue(queue)
+    alone.deferred.close_queue(queue)
     assert alone.submitter.sends_now(p2p=False)
     assert alone.submit().seq == 1
 

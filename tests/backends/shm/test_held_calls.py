@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asynccomm import Comm, ReduceOp, Work, new_comm
 from asynccomm.backends.shm.executor import Executor
-from asynccomm.comm.submission import Submitter
+from asynccomm.comm.deferring import DeferredCalls
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.errors import AbortedError, BackendError, ClosedError, CollectiveTimeoutError, NotSentError
 
@@ -511,7 +511,7 @@ async def test_held_calls_that_cannot_be_sent_any_more_fail() -> None:
         for _ in range(2):
             x, y = ones(3, 4)
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(Submitter, "taken_over", refuses)
+                patched.setattr(DeferredCalls, "taken_over", refuses)
                 with pytest.raises(ValueError, match="not any more"):
                     async with comm.coalesce():
                         works = [comm.all_reduce(x), comm.all_reduce(x)]
