@@ -18,7 +18,7 @@ from asynccomm.ops import Call
 
 @final
 class DeferredCalls:
-    """Opens the queues into which ``submitter`` defers calls, and sends or drops what they hold."""
+    """Opens the queues into which ``submitter`` defers calls, and sends their operations, or gives them up."""
 
     def __init__(self, submitter: Submitter) -> None:
         self.submitter: Final = submitter

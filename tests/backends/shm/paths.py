@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asynccomm import Comm, new_comm
+from asynccomm.comm.deferring import DeferredCalls
 from asynccomm.comm.direct_calls import SubmitterCalls
 from asynccomm.comm.submission import Submitter
 
@@ -41,7 +42,8 @@ async def counted(*, scopes: bool = False, **options: Any) -> AsyncIterator[tupl
     """A new comm that counts its calls, or its scopes."""
     paths = Paths()
     with pytest.MonkeyPatch.context() as patched:
-        paths.count(patched, Submitter, "_flush" if scopes else "call", "ordinary")
+        ordinary: tuple[type, str] = (DeferredCalls, "_send") if scopes else (Submitter, "call")
+        paths.count(patched, *ordinary, "ordinary")
         paths.count(patched, SubmitterCalls, "adopt_held" if scopes else "adopt", "adopted")
         async with new_comm("shm", name="counted", timeout=30, **options) as comm:
             yield comm, paths
