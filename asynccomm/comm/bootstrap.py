@@ -14,6 +14,7 @@ import anyio.to_thread
 
 from asynccomm.backends.addresses import choose_address
 from asynccomm.backends.base import Backend
+from asynccomm.comm.connecting import connect_session
 from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.schema import Message, dumps, loads
@@ -79,7 +80,7 @@ async def bootstrap(
         job, reservation, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks
     )
     session = Session(group, options, Mailbox(asyncio.get_running_loop()), identity)
-    await session.connect(backends, max(LEAST_SECONDS, start + limit - time.monotonic()))
+    await connect_session(session, backends, max(LEAST_SECONDS, start + limit - time.monotonic()))
     return session
 
 

@@ -23,9 +23,9 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
-from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, UnsuitableError, own_hints
+from asynccomm.backends.base import Backend
 from asynccomm.comm.deferring import DeferredCalls
 from asynccomm.comm.flight import dump_at_signal, dump_failure
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
@@ -43,21 +43,16 @@ from asynccomm.errors import (
     ClosedError,
     CollectiveMismatchError,
     PeerLostError,
-    StoreError,
 )
 from asynccomm.ops import MessageSpace, Op, PeerParcel
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 from asynccomm.rendezvous.job import CommIdentity
 from asynccomm.rendezvous.lobby import Invitation
-from asynccomm.store.base import within
 
-ABSENT_SECONDS = 2.0  # for the store to list the ranks that came
 LOST_SECONDS = 0.03  # to wait for the reason of a loss; all ranks are to report the loss within 0.1 s
 EXIT_SECONDS, EXIT_CHECKS = 0.002, 10  # between looks for the exit code of a lost process, in the same time
-EXPLAIN_SECONDS = 1.0  # to wait for the reason of other transport errors
-CONNECT_SECONDS = 0.5  # the same while connecting; shorter, as ranks that saw this one leave wait for the reason
-CLOSED_SECONDS = 2.0  # that a rank goes on connecting after a member has closed the comm that is split
+EXPLAIN_SECONDS: Final = 1.0  # to wait for the reason of other transport errors
 ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operation is past its deadline
 
 _log = logging.getLogger("asynccomm")
@@ -99,15 +94,15 @@ class Session:
         self.barriers: MonitoredBarriers = MonitoredBarriers(group, identity.room)
         # weak callbacks: pending Works, the control channel and the backend must not keep a dropped comm alive
         self.in_flight: InFlight = InFlight(options, mailbox, weak_callback(self._expired))
-        self.submitter: Submitter = Submitter(group, mailbox, self.in_flight, weak_callback(self._fail))
+        self.submitter: Submitter = Submitter(group, mailbox, self.in_flight, weak_callback(self.fail))
         self.deferred: DeferredCalls = DeferredCalls(self.submitter)
         #: the backend calls it with transport errors
         self.transport_failed: Callable[[Any], None] = weak_callback(self._transport_failed)
-        self._connecting: asyncio.Timeout | None = None
-        self._children: set[Session] = set()  # of this session, while they connect
+        self.connecting: asyncio.Timeout | None = None  #: while ``connecting.connect_session`` waits
+        self.children: set[Session] = set()  #: of this session, while they connect
         self.dependents: weakref.WeakSet[Dependent] = weakref.WeakSet()  #: end with the comm
-        self._resources = AsyncExitStack()
-        self._resources.push_async_callback(identity.leave)
+        self.resources: AsyncExitStack = AsyncExitStack()  #: closed when the session has ended
+        self.resources.push_async_callback(identity.leave)
         self._tasks: set[asyncio.Task[None]] = set()  # closing waits for them
         self._closing: asyncio.Task[None] | None = None
         self._transport_ended: Future[None] | None = None  # set when the comm breaks; done once its transport has ended
@@ -129,135 +124,6 @@ class Session:
     def backend(self) -> Backend | None:
         """None until connected, and in a forked child."""
         return self.submitter.backend
-
-    async def connect(
-        self, backends: Mapping[str, type[Backend]], timeout: float, parent: Session | None = None
-    ) -> None:
-        """Connect the first of ``backends`` that suits, and accept calls. Any failure ends the session.
-
-        Args:
-            backends: by name, in the order to try them.
-            timeout: seconds.
-            parent: the comm that is split; its failure fails this session while it connects, as ranks may be missing.
-        """
-        if parent is not None:
-            parent._children.add(self)
-        may_connect = parent is None or parent.error is None
-        try:
-            async with within(timeout) as self._connecting:
-                if isinstance(self.error, BrokenError):  # broken before connecting began
-                    raise self.error
-                if parent is not None:
-                    parent.submitter.check_open()
-                loop = self.mailbox.loop
-                beside = [loop.create_task(self._note_presence(timeout))]
-                if parent is not None and parent.reporter is not None:
-                    beside.append(loop.create_task(self._miss_members(parent.group.name, parent.reporter)))
-                try:
-                    await self._connect_first(backends, timeout)
-                finally:
-                    for task in beside:
-                        task.cancel()
-            self._connecting = None
-            if self.options.ordering == "agreed":
-                self._resources.push_async_callback(self.submitter.start_ordering().aclose)
-            if isinstance(self.error, BrokenError):  # broken while connecting
-                self.submitter.abort()
-                raise self.error
-        except BaseException as exc:
-            self._connecting = None
-            reason = exc
-            try:
-                if may_connect:  # else the parent's error is the reason
-                    reason = await self._connect_error(exc)
-            finally:
-                error = AbortedError(self.group.rank, f"could not connect: {type(reason).__name__}: {reason}")
-                # other ranks may still wait for this one; an unsuitable backend fails on all ranks by itself
-                self._fail(error, notify=not isinstance(reason, UnsuitableError))
-                self.identity.free_name()  # now: closing goes on after a cancellation, and a retry may use the name
-                await self.aclose()
-            if reason is exc:
-                raise
-            # a rank that failed shows here as a timeout or as lost: no cause, and many lines of traceback
-            raise reason from None if isinstance(exc, (TimeoutError, PeerLostError)) else exc
-        finally:
-            if parent is not None:
-                parent._children.discard(self)
-
-    async def _note_presence(self, timeout: float) -> None:
-        """Write to the store that this rank came, for the errors of other ranks, unless connecting is over soon."""
-        await asyncio.sleep(min(SOON_SECONDS, timeout / 4))
-        with contextlib.suppress(AsyncCommError):  # connecting reports an error of the store that matters
-            await self.identity.room.set(f"here/{self.group.rank}", b"1")
-
-    async def _miss_members(self, parent: str, reporter: Reporter) -> None:
-        """Fail when a member has closed the comm that is split, and so can no longer come.
-
-        A member may close that comm as soon as it has connected, and this rank has soon connected then, too.
-        """
-        jobs = self.identity.job_ranks
-        rank = jobs.index(await reporter.closed_by(jobs))
-        await asyncio.sleep(CLOSED_SECONDS)
-        self._fail(BackendError(f"rank {rank} has closed comm {parent!r}, and takes no part in splitting it"))
-
-    async def _connect_first(self, backends: Mapping[str, type[Backend]], timeout: float) -> None:
-        self.candidates = backends
-        last = list(backends)[-1]
-        for name, backend in backends.items():
-            self.backend_name = name
-            hints = own_hints(backend, self.options.hints)
-            context = BackendContext(
-                group=self.group,
-                members=self.identity.members,
-                store=self.identity.room.prefix(name),
-                mailbox=self.mailbox,
-                timeout=timeout,
-                on_error=self.transport_failed,
-                hints=hints,
-                high_priority_stream=self.options.high_priority_stream,
-                announcements=self.reporter,
-                alternatives=name != last,
-            )
-            try:
-                connected = self.submitter.backend = await backend.connect(context)
-            except UnsuitableError as exc:
-                if name == last:
-                    raise
-                _log.info("backend %r does not suit, so another is tried: %s", name, exc)
-            else:
-                if self.reporter is not None and not backend.compares:
-                    self.submitter.compare(self.reporter.compare)
-                self._resources.push_async_callback(connected.aclose)
-                self.options = replace(self.options, hints=hints)
-                return
-
-    async def _connect_error(self, exc: BaseException) -> BaseException:
-        """The error to raise for ``exc``, which ended connecting; waits for a message with its cause."""
-        seconds = 0.0
-        if isinstance(exc, PeerLostError):
-            seconds = EXPLAIN_SECONDS
-        elif isinstance(exc, (BackendError, StoreError)) and not isinstance(exc, UnsuitableError):
-            seconds = CONNECT_SECONDS
-        if seconds and self.error is None and self.reporter is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds) as self._connecting:
-                    await self.mailbox.loop.create_future()  # until _end_waits() or the timeout
-            self._connecting = None
-        late = isinstance(exc, TimeoutError) and not isinstance(exc, AsyncCommError)
-        if isinstance(self.error, BrokenError) and (late or seconds):
-            return self.error
-        if not late:
-            return exc
-        group = self.group
-        limit = self.options.timeout
-        error = f"{self.backend_name} did not connect rank {group.rank} of comm {group.name!r} within {limit:g} s"
-        with contextlib.suppress(TimeoutError, AsyncCommError):
-            async with asyncio.timeout(ABSENT_SECONDS):
-                ranks = range(group.size)
-                came = await asyncio.gather(*(self.identity.room.check([f"here/{rank}"]) for rank in ranks))
-                if absent := [rank for rank in ranks if not came[rank]]:
-                    error += f"; ranks {absent} did not come"
-        return BackendError(error)
 
     @property
     def closed(self) -> bool:
@@ -293,7 +159,7 @@ class Session:
         """Fail the remaining operations: another comm replaces this one, and no rank will answer them."""
         self._end_streams()
         if self.in_flight.works:
-            self._fail(AbortedError(self.group.rank, "another comm goes on in place of this one"), notify=False)
+            self.fail(AbortedError(self.group.rank, "another comm goes on in place of this one"), notify=False)
 
     def set_timeout(self, timeout: float) -> None:
         """Give later operations ``timeout`` seconds. From any thread."""
@@ -333,7 +199,7 @@ class Session:
 
     def abort(self, reason: str) -> None:
         """Break the comm and notify the peers; does nothing once broken or closed. From any thread."""
-        self._fail(AbortedError(self.group.rank, reason))
+        self.fail(AbortedError(self.group.rank, reason))
 
     async def aclose(self) -> None:
         """Refuse calls, wait for operations in flight, and free everything. Idempotent. Cancelling it aborts."""
@@ -384,7 +250,7 @@ class Session:
         self.submitter.watchers.closed()
         if self.reporter is not None:
             self.reporter.end()
-        await self._resources.aclose()
+        await self.resources.aclose()
 
     def discard(self) -> None:
         """End a comm that was dropped unclosed, without a reason for the peers. From any thread, at any time."""
@@ -410,7 +276,7 @@ class Session:
         self.reporter = None
         self.identity.detach_in_child()
 
-    def _fail(self, error: BrokenError, *, notify: bool = True) -> None:
+    def fail(self, error: BrokenError, *, notify: bool = True) -> None:
         """Break by ``error``, unless the session has ended. From any thread, also while others are stuck in calls.
 
         Args:
@@ -426,8 +292,8 @@ class Session:
             self._transport_ended = ended = Future[None]()
         for work in list(self.in_flight.works):
             work.settle(error)
-        for child in list(self._children):
-            child._fail(error)
+        for child in list(self.children):
+            child.fail(error)
         self._end_dependents(error)
         # notify the peers before the transport ends, so that they get the cause and not a lost connection
         if notify and self.reporter is not None:
@@ -450,9 +316,9 @@ class Session:
 
     def _end_waits(self) -> None:
         self.in_flight.deadlines.close()
-        if self._connecting is not None:
+        if self.connecting is not None:
             with contextlib.suppress(RuntimeError):  # the timeout is over already
-                self._connecting.reschedule(0.0)
+                self.connecting.reschedule(0.0)
 
     def _end(self, error: BrokenError, ended: Future[None]) -> None:
         """Abort the transport, and notify the observer. From any thread."""
@@ -474,7 +340,7 @@ class Session:
         if isinstance(error, PeerLostError):
             self._fail_by_loss(error, EXIT_CHECKS)
         else:
-            self._fail(error, notify=False)
+            self.fail(error, notify=False)
 
     def _fail_by_loss(self, error: PeerLostError, checks: int) -> None:
         """Break once the launcher has recorded the end of the lost process, or after ``checks`` checks."""
@@ -482,7 +348,7 @@ class Session:
         if channel is not None and checks and may_be_recorded(members[error.rank], members[self.group.rank]):
             channel.call_later(EXIT_SECONDS, lambda: self._fail_by_loss(error, checks - 1))
         else:
-            self._fail(error, notify=False)
+            self.fail(error, notify=False)
 
     def _transport_failed(self, error: BrokenError) -> None:
         """Break by a transport error, after waiting for a message with its cause. From any thread.
@@ -492,18 +358,18 @@ class Session:
         self.submitter.drain()
         reporter, channel = self.reporter, self.identity.job.channel
         if channel is None or reporter is None:
-            self._fail(error)
+            self.fail(error)
         elif isinstance(error, CollectiveMismatchError):
             channel.spawn(self._explain_mismatch(reporter, error))
         elif isinstance(error, (BackendError, PeerLostError)):
             seconds = LOST_SECONDS if isinstance(error, PeerLostError) else EXPLAIN_SECONDS
-            channel.call_later(seconds, lambda: self._fail(error))
+            channel.call_later(seconds, lambda: self.fail(error))
         else:
-            self._fail(error)
+            self.fail(error)
 
     async def _explain_mismatch(self, reporter: Reporter, error: CollectiveMismatchError) -> None:
         """Add the call sites of both ranks to ``error``, and break by it. On the control thread."""
-        self._fail(await reporter.complete(error))
+        self.fail(await reporter.complete(error))
 
     def _expired(self, work: Work[Any]) -> None:
         self._spawn(self._expire(work))
@@ -516,7 +382,7 @@ class Session:
         elif self.reporter is not None:
             found = await self.reporter.roll_call(work, ROLL_CALL_SECONDS)
         if not work.done():  # it may be done by now
-            self._fail(timeout_error(self.group, work, found))
+            self.fail(timeout_error(self.group, work, found))
 
 
 def open_sessions() -> list[Session]:

@@ -33,7 +33,7 @@ from asynccomm.backends import registry
 from asynccomm.backends.base import Backend, BackendContext, UnsuitableError
 from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.backends.shm import bootstrap
-from asynccomm.comm import session as session_module
+from asynccomm.comm import connecting as connecting_module
 from asynccomm.options import seconds
 from asynccomm.testing.local import loopback_world
 
@@ -285,7 +285,7 @@ async def test_a_transport_that_fails_when_a_rank_dies_is_a_lost_rank(monkeypatc
 
 async def test_the_error_of_a_broken_parent_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONNECT_SECONDS", "EXPLAIN_SECONDS"):
-        monkeypatch.setattr(session_module, name, 3600.0)
+        monkeypatch.setattr(connecting_module, name, 3600.0)
     async with loopback_world(2) as (a, b):
         for comm, error in ((a, BackendError("the connection was closed")), (b, PeerLostError(0, "it has ended"))):
             comm._session.break_by(error)

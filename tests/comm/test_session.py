@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -24,25 +24,21 @@ from asynccomm import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     Comm,
-    CommOptions,
     MemoryStore,
     PeerLostError,
     ReduceOp,
     Work,
     new_comm,
 )
-from asynccomm.backends.base import Backend, BackendContext, RankInfo, UnsuitableError
+from asynccomm.backends.base import Backend
 from asynccomm.backends.loopback import Hub, LoopbackBackend
-from asynccomm.comm.session import Session
+from asynccomm.comm.connecting import connect_session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import RankState
-from asynccomm.core.mailbox import Mailbox
 from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Barrier, Recv
-from asynccomm.ops.validation import CommInfo
-from asynccomm.rendezvous.job import CommIdentity, Job, NameReservation
-from asynccomm.rendezvous.spec import StoreSession
 from asynccomm.testing.local import loopback_world
+from tests.comm.sessions import alone
 from tests.waiting import until
 
 
@@ -61,45 +57,9 @@ def channel_of(comm: Comm) -> ControlChannel:
 # -- alone, with one rank and without a control channel
 
 
-def alone(room: MemoryStore, **options: Any) -> Session:
-    group = CommInfo("alone", 0, 1, torch.device("cpu"))
-    member = RankInfo(0, "host", 1)
-    job = Job((room, 0), group, room, StoreSession(room, owned=True))
-    identity = CommIdentity(job, NameReservation((room, 0), "alone"), room, [member], [0], [0])
-    return Session(group, CommOptions(**options), Mailbox(asyncio.get_running_loop()), identity)
-
-
-class Unsuitable(LoopbackBackend):
-    @classmethod
-    async def connect(cls, context: BackendContext) -> Self:
-        raise UnsuitableError("not here")
-
-
-async def test_a_session_uses_the_first_backend_that_suits() -> None:
-    session = alone(MemoryStore())
-    assert session.backend is None
-    await session.connect({"unsuitable": Unsuitable, "loopback": LoopbackBackend}, 10)
-    assert session.backend_name == "loopback"
-    assert session.submitter.backend is session.backend
-    work = session.submitter.submit(Barrier.of(session.group), None, None)
-    assert await work is None
-    await session.aclose()
-    assert session.ended
-    assert isinstance(session.error, ClosedError)
-
-
-async def test_a_session_without_a_backend_frees_its_name() -> None:
-    room = MemoryStore()
-    session = alone(room)
-    with pytest.raises(UnsuitableError, match="not here"):
-        await session.connect({"unsuitable": Unsuitable}, 10)
-    assert session.ended
-    await alone(room).aclose()
-
-
 async def test_a_failure_settles_works_aborts_the_backend_and_notifies_the_observer() -> None:
     session = alone(MemoryStore())
-    await session.connect({"loopback": LoopbackBackend}, 10)
+    await connect_session(session, {"loopback": LoopbackBackend}, 10)
     observed: list[BrokenError] = []
 
     class Observer(Watcher):

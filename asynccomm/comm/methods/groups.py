@@ -9,6 +9,7 @@ from typing import Any, Final, Never, Self, SupportsIndex, overload
 
 from asynccomm.backends.base import Backend, own_hints
 from asynccomm.backends.registry import load_backend
+from asynccomm.comm.connecting import connect_session
 from asynccomm.comm.membership import Requirements, lobby_of, reconfigure
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.pending import PendingComm
@@ -242,7 +243,7 @@ class Groups(CommBase):
             jobs = [parent.identity.job_ranks[rank] for rank in ranks]
             identity = CommIdentity(job, called.pop(), room, parent.identity.members_of(ranks), ranks, jobs)
             session = Session(child, options, Mailbox(parent.mailbox.loop), identity)
-            await session.connect(backends, options.timeout, parent)
+            await connect_session(session, backends, options.timeout, parent)
             return type(self)(session, session.backend_name)
 
         return PendingComm(connect)

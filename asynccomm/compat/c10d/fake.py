@@ -16,6 +16,7 @@ import torch
 
 from asynccomm.backends.base import Backend, BackendContext, RankInfo, Submission, device_of
 from asynccomm.comm.comm import Comm
+from asynccomm.comm.connecting import connect_session
 from asynccomm.comm.session import Session
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import PayloadError
@@ -67,5 +68,5 @@ async def fake_comm(name: str, rank: int, size: int, device: torch.device, timeo
     )
     options = CommOptions(timeout=timeout.total_seconds())
     session = Session(group, options, Mailbox(asyncio.get_running_loop()), identity)
-    await session.connect({FakeBackend.name: FakeBackend}, options.timeout)
+    await connect_session(session, {FakeBackend.name: FakeBackend}, options.timeout)
     return Comm(session, session.backend_name)

@@ -30,7 +30,7 @@ from asynccomm import (
 )
 from asynccomm.backends.base import Backend, BackendContext
 from asynccomm.backends.loopback import LoopbackBackend
-from asynccomm.comm import session as session_module
+from asynccomm.comm import connecting as connecting_module
 from asynccomm.rendezvous.job import LEAVE_SECONDS
 from asynccomm.testing.local import loopback_world
 from tests.pretended_hosts import HINTS, comm_on
@@ -799,7 +799,7 @@ async def test_a_member_that_has_closed_the_parent_is_named_before_the_time_limi
             await parent.aclose()
         else:
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(session_module, "CLOSED_SECONDS", 0.2)
+                patched.setattr(connecting_module, "CLOSED_SECONDS", 0.2)
                 error = r"rank 1 has closed comm 'wide', and takes no part in splitting it"
                 with pytest.raises(BrokenError, match=error):
                     await parent.split([0, 1, 2], "x", timeout=100)
