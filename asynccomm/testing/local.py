@@ -29,6 +29,9 @@ async def loopback_world(
 ) -> AsyncIterator[list[Comm]]:
     """Comms of all ranks, in rank order, in an async context that closes them at its end, also on an exception.
 
+    Args:
+        timeout: of operations, as of ``new_comm``; connecting, which is within this process, does not count.
+
     Run one task per rank, or call the comms in turn: an operation runs when its last rank arrives.
     ``comm.unsafe_get_backend().hub`` controls the transport: see ``asynccomm.backends.loopback.Hub``.
     """
@@ -41,7 +44,6 @@ async def loopback_world(
                 store=store,
                 rank=rank,
                 size=size,
-                timeout=timeout,
                 hints=hints,
                 abort_process_on_timeout_or_error=abort_process_on_timeout_or_error,
                 ordering=ordering,
@@ -52,6 +54,9 @@ async def loopback_world(
         )
     )
     try:
+        if timeout is not None:
+            for comm in comms:
+                comm.set_timeout(timeout)
         yield list(comms)
     except BaseException as exc:
         for comm in comms:

@@ -55,8 +55,11 @@ BACKENDS = ["shm", "gloo"]
 async def agreed(size: int, **options: Any) -> AsyncIterator[list[Comm]]:
     """The comms of all ranks, on loopback."""
     store = MemoryStore()
+    timeout = options.pop("timeout", 20)  # of operations: connecting may take long on a busy machine
     options = {"backend": "loopback", "name": "test", "ordering": "agreed", "timeout": 20, "store": store, **options}
     comms = await asyncio.gather(*(new_comm(rank=rank, size=size, **options) for rank in range(size)))
+    for comm in comms:
+        comm.set_timeout(timeout)
     try:
         yield list(comms)
     finally:
@@ -956,6 +959,7 @@ async def test_closing_between_processes_is_quick_and_leaves_nothing(comm: Comm)
 
     for _ in range(6):  # what a comm has once its calls are predicted counts as held
         await comm.barrier()
+    await comm.all_reduce(torch.ones(2 << 20))  # on the thread for large operations, which stays
     await once(None)
     threads, descriptors = held()
     with pytest.MonkeyPatch.context() as patch:  # on this rank, which runs other tests, too
