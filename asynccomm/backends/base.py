@@ -296,7 +296,7 @@ class DirectCalls(Protocol):
 
 
 class FastWindow(Protocol):
-    """A backend's fast path for operations on a window. A method returns None if the ordinary path has to take the call."""
+    """A backend's fast path for a window. A method returns None if the ordinary path has to take the call."""
 
     def put(self, tensor: Any, rank: Any, offset: Any, /) -> Work[Any] | None:
         """See ``Window.put``."""

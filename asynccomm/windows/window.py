@@ -167,7 +167,8 @@ class Window(Handle):
 
         Returns: Work of ``tensor``.
         """
-        if timeout is None and (fast := self._fast) is not None and (work := fast.put(tensor, rank, offset)) is not None:
+        fast = self._fast if timeout is None else None
+        if fast is not None and (work := fast.put(tensor, rank, offset)) is not None:
             return work
         return self._submit(WindowPut.of(self._info, tensor, rank, offset), timeout)
 
@@ -178,7 +179,8 @@ class Window(Handle):
 
         Returns: Work of ``tensor``.
         """
-        if timeout is None and (fast := self._fast) is not None and (work := fast.get(tensor, rank, offset)) is not None:
+        fast = self._fast if timeout is None else None
+        if fast is not None and (work := fast.get(tensor, rank, offset)) is not None:
             return work
         return self._submit(WindowGet.of(self._info, tensor, rank, offset), timeout)
 
@@ -243,7 +245,8 @@ class Window(Handle):
 
         Not collective: with a barrier behind it, all ranks may read all memory.
         """
-        if timeout is None and (fast := self._fast) is not None and (work := fast.fence(rank)) is not None:
+        fast = self._fast if timeout is None else None
+        if fast is not None and (work := fast.fence(rank)) is not None:
             return work
         return self._submit(WindowFence.of(self._info, rank), timeout)
 

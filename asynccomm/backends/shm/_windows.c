@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #define HOLD_BYTES (32 << 10) /* a copy of fewer bytes keeps the GIL: it takes a few microseconds */
-#define MOST_FIELDS 5
+#define MOST_FIELDS 6
 
 enum { PUT, GET, SIGNAL, WAIT, FENCE, KINDS };
 enum { EQ, NE, GT, GE, LT, LE, COMPARISONS }; /* in the order of ops.windows.SignalCmpOp */
@@ -199,7 +199,8 @@ static PyObject *described(const FastWindow *w, int kind, const Operation *op)
 {
     PyTypeObject *type = (PyTypeObject *)PyTuple_GetItem(w->kinds, kind);
     PyObject *made = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0), **name = field_names[kind];
-    if (!made || set_field(made, *name++, new_reference(w->number))
+    if (!made || set_field(made, *name++, PyUnicode_FromStringAndSize("", 0))
+        || set_field(made, *name++, new_reference(w->number))
         || set_field(made, *name++, op->peer < 0 ? new_reference(Py_None) : PyLong_FromLong(op->peer)))
         goto fail;
     if (kind == PUT || kind == GET) {
@@ -226,9 +227,9 @@ static int apply(FastWindow *w, int kind, Operation *op, Tensors *tensors, PyObj
     if ((kind == PUT || kind == GET) && !transfer(w, kind, op, tensors)) return 0;
     if (kind == SIGNAL) signal_peer(w, op);
     long long seq = core_count(w->path, 1, op->nbytes); /* before Python code can run */
-    PyObject *description = described(w, kind, op), *call = NULL;
+    PyObject *description = described(w, kind, op), *result = op->tensor ? op->tensor : Py_None, *call = NULL;
     if (description)
-        *work = (PyObject *)core_finished_work(w->path, description, seq, op->tensor ? op->tensor : Py_None, site, started, &call);
+        *work = (PyObject *)core_finished_work(w->path, description, seq, result, site, started, &call);
     Py_XDECREF(description);
     Py_XDECREF(call);
     return 1;
@@ -337,7 +338,8 @@ static PyObject *FastWindow_new(PyTypeObject *type, PyObject *args, PyObject *Py
         return NULL;
     Py_ssize_t size = PySequence_Size(parts);
     if (size < 0) return NULL;
-    if (rank < 0 || rank >= size || signals > INT32_MAX || PyTuple_Size(kinds) != KINDS || PyTuple_Size(comparisons) != COMPARISONS) {
+    if (rank < 0 || rank >= size || signals > INT32_MAX || PyTuple_Size(kinds) != KINDS
+        || PyTuple_Size(comparisons) != COMPARISONS) {
         PyErr_SetString(PyExc_ValueError, "this is no window");
         return NULL;
     }
@@ -357,7 +359,9 @@ static PyObject *FastWindow_new(PyTypeObject *type, PyObject *args, PyObject *Py
 }
 
 static PyMemberDef members[] = {
-    {"queued", T_INT, offsetof(FastWindow, queued), 0, NULL}, {"ended", T_BOOL, offsetof(FastWindow, ended), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+    {"queued", T_INT, offsetof(FastWindow, queued), 0, NULL},
+    {"ended", T_BOOL, offsetof(FastWindow, ended), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
 #define NAMED(name, doc) {#name, (PyCFunction)(void (*)(void))FastWindow_##name, METH_FASTCALL, doc}
 static PyMethodDef methods[] = {
     NAMED(put, "Write a tensor to the memory of a rank."), NAMED(get, "Read a tensor from the memory of a rank."),
@@ -395,9 +399,11 @@ static PyMethodDef functions[] = {
 int core_add_windows(PyObject *module)
 {
     static const char *const names[KINDS][MOST_FIELDS] = {
-        [PUT] = {"window", "peer", "dtype", "numel", "offset"}, [GET] = {"window", "peer", "dtype", "numel", "offset"},
-        [SIGNAL] = {"window", "peer", "slot", "value", "add"}, [WAIT] = {"window", "peer", "slot", "value", "cmp"},
-        [FENCE] = {"window", "peer"}};
+        [PUT] = {"label", "window", "peer", "dtype", "numel", "offset"},
+        [GET] = {"label", "window", "peer", "dtype", "numel", "offset"},
+        [SIGNAL] = {"label", "window", "peer", "slot", "value", "add"},
+        [WAIT] = {"label", "window", "peer", "slot", "value", "cmp"},
+        [FENCE] = {"label", "window", "peer"}};
     for (int kind = 0; kind < KINDS; kind++)
         for (int k = 0; k < MOST_FIELDS && names[kind][k]; k++)
             if (!(field_names[kind][k] = PyUnicode_InternFromString(names[kind][k]))) return -1;

@@ -3,6 +3,8 @@
 An operation is one copy in the call, without any thread of the target. Operations that are large, or that would wait
 for a lock, go to a thread of the window, and later operations queue up behind them.
 
+Operations of plain tensors take the fast path, in C (``_windows.c``), unless others are queued.
+
 A rank that waits for a signal spins for a moment, as for a collective, and then sleeps without using the CPU: its event
 loop watches a doorbell of the window, and the progress thread does so for a caller that blocks.
 """
