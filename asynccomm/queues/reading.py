@@ -59,8 +59,7 @@ class Source:
         """Append items that are there to ``found``; returns the number of bytes or items read. Raises: BackendError."""
         before = self._reader.tail
         if self._item is None:
-            for data in self._reader.take(AHEAD, AHEAD_BYTES):
-                found.append(data if type(data) is bytes else (self, data[0]))
+            found.extend(self._reader.take(self, AHEAD, AHEAD_BYTES))
             if self._reader.tail != before:
                 self._publish()
                 return 1
@@ -156,6 +155,7 @@ class ReadingEnd:
         self.sources: list[Source] = []
         self.waiters: Waiters = Waiters(self._arm)
         self._options, self._expected = options, expected
+        self._plain = options.max_bytes if options.expect is None else -1  # items of so many bytes need no more checks
         self._came = self._dropped = 0
         self._found: deque[Found] = deque()
         self._error: AsyncCommError | None = None
@@ -216,6 +216,9 @@ class ReadingEnd:
         """
         with self._lock:
             if self._found or (self._error is None and self._refill()):
+                found = self._found[0]
+                if type(found) is bytes and len(found) <= self._plain:
+                    return (self._found.popleft(),)
                 return (self._deliver(),)
             if self._error is not None:
                 raise self._error

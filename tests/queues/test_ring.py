@@ -44,7 +44,7 @@ def test_each_reader_gets_every_byte_in_order(kinds: Any, steps: list[tuple[int,
     got: list[list[bytes]] = [[], []]
 
     def read(k: int, items: int) -> None:
-        got[k] += readers[k].take(items, 1 << 20)
+        got[k] += readers[k].take(None, items, 1 << 20)
         readers[k].publish()
 
     for nbytes, items in steps:
@@ -69,13 +69,13 @@ def test_a_ring_that_drops_gives_the_newest_items_and_counts_the_others(
     got: list[tuple[int, bytes]] = []
     first = put(writer, 0, b"first")
     assert first == PUBLISHED
-    reader.take(1, 100)
+    reader.take(None, 1, 100)
     for number, (nbytes, items) in enumerate(steps, 1):
         data = bytes((number + i) % 251 for i in range(nbytes))
         assert put(writer, number, data) != FULL
         for _ in range(items):
-            got += [(reader.expected - 1, found) for found in reader.take(1, 1 << 20)]
-    got += [(reader.expected - 1, found) for _ in steps for found in reader.take(1, 1 << 20)]
+            got += [(reader.expected - 1, found) for found in reader.take(None, 1, 1 << 20)]
+    got += [(reader.expected - 1, found) for _ in steps for found in reader.take(None, 1, 1 << 20)]
     for number, data in got:
         assert data == bytes((number + i) % 251 for i in range(steps[number - 1][0]))
     assert [number for number, _ in got] == sorted({number for number, _ in got})
@@ -88,10 +88,10 @@ def test_a_full_ring_takes_no_frame_until_the_slowest_reader_has_read(kinds: Any
     count = 0
     while put(writer, count, bytes(400)) != FULL:
         count += 1
-    assert len(fast.take(100, 1 << 20)) == count
+    assert len(fast.take(None, 100, 1 << 20)) == count
     fast.publish()
     assert put(writer, count, bytes(400)) == FULL
-    assert slow.take(1, 1) == [bytes(400)]
+    assert slow.take(None, 1, 1) == [bytes(400)]
     slow.publish()
     assert put(writer, count, bytes(400)) == PUBLISHED
 
@@ -114,8 +114,8 @@ def test_take_ends_before_an_item_of_several_frames(kinds: Any) -> None:
     put(writer, 1, b"object", OBJECT)
     writer.put(OBJECT, 1, 4, 8, 2, b"head", 4)
     writer.put(OBJECT, 0, 4, 8, 2, b"rest", 4)
-    assert reader.take(64, 1 << 20) == [b"bytes", (b"object",)]
-    assert reader.take(64, 1 << 20) == []
+    assert reader.take(None, 64, 1 << 20) == [b"bytes", (None, b"object")]
+    assert reader.take(None, 64, 1 << 20) == []
     assert reader.peek()[:6] == (4, OBJECT, 1, 4, 8, 2)
     reader.free()
     assert reader.peek()[:6] == (4, OBJECT, 0, 4, 8, 2)

@@ -280,9 +280,7 @@ def combined(rank: int, size: int, nbytes: int, *, takes: bool, copies: bool = F
     return Part(tuple(fill), tuple(take), others(rank, size) if takes else ())
 
 
-def reduced_in_parts(
-    rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, own: bool, lends: bool
-) -> Program:
+def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, own: bool, lends: bool) -> Program:
     """The program of a reduction of any length; only ranks that ``take`` it get the result.
 
     The vectors: the source, then the target, which may be the source. A rank reads its part of the others' sources only
