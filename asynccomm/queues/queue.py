@@ -164,7 +164,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         end = self._reading("get")
         if end.waiters.streak.should_yield():
             await asyncio.sleep(0)
-        found = end.next()
+        found = end.ready() or end.next()
         if found is None:
             found = await end.waiters.wait(end.next)
         return found[0]
@@ -207,7 +207,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         if end.waiters.streak.should_yield():
             await asyncio.sleep(0)
         try:
-            found = end.next()
+            found = end.ready() or end.next()
             if found is None:
                 found = await end.waiters.wait(end.next)
         except EndOfQueueError:

@@ -215,19 +215,38 @@ class ReadingEnd:
         Raises: EndOfQueueError, PeerLostError, ParticipantLostError, QueueError, PayloadError, BackendError.
         """
         with self._lock:
-            if self._found or (self._error is None and self._refill()):
-                found = self._found[0]
-                if type(found) is bytes and len(found) <= self._plain:
-                    return (self._found.popleft(),)
-                return (self._deliver(),)
+            found = self._pop()
+            if found is not None:
+                return (self._deliver(found),)
             if self._error is not None:
                 raise self._error
             if self._ended():
                 raise EndOfQueueError("the queue was closed by its writers, and all items have been read")
             return None
 
-    def _deliver(self) -> Any:
-        found, options = self._found.popleft(), self._options
+    def ready(self) -> tuple[Any] | None:
+        """As :meth:`next`, of the items that this end has read already. Without the lock, which takes half as long."""
+        if not self._found:
+            return None
+        try:
+            found = self._found.popleft()
+        except IndexError:  # another thread has got it
+            return None
+        if type(found) is bytes and len(found) <= self._plain:
+            return (found,)
+        return (self._deliver(found),)
+
+    def _pop(self) -> Found | None:
+        """What is to be delivered next; None: there is nothing. Under the lock."""
+        while self._found or (self._error is None and self._refill()):
+            try:
+                return self._found.popleft()
+            except IndexError:  # ``ready`` has got it
+                continue
+        return None
+
+    def _deliver(self, found: Found) -> Any:
+        options = self._options
         if type(found) is bytes:
             if len(found) > options.max_bytes:
                 raise PayloadError(f"an item has {len(found)} bytes, but max_bytes is {options.max_bytes}")
@@ -246,9 +265,9 @@ class ReadingEnd:
             return None
         items = [first[0]]
         with self._lock:
-            while len(items) < limit and (self._found or (self._error is None and self._refill())):
+            while len(items) < limit and (found := self._pop()) is not None:
                 try:
-                    items.append(self._deliver())
+                    items.append(self._deliver(found))
                 except PayloadError as exc:  # for the next call
                     self._found.appendleft(exc)
                     break

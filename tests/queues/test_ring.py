@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -108,6 +109,54 @@ def test_only_sleepers_are_woken(kinds: Any) -> None:
 
 
 @kinds
+def test_an_item_of_bytes_in_one_call(kinds: Any) -> None:
+    segment, writer, (reader,) = ends(kinds, RING)
+    assert writer.put_bytes(b"one", 0) == PUBLISHED
+    segment.words[slot_word(0) + SLEEPING] = 1
+    assert writer.put_bytes(b"two", 1) == WAKE
+    segment.words[slot_word(0) + SLEEPING] = 0
+    number = 2
+    while writer.put_bytes(bytes(largest_payload(RING)), number) != FULL:
+        number += 1
+    assert reader.take(None, 64, 1 << 20) == [b"one", b"two", *[bytes(largest_payload(RING))] * (number - 2)]
+    assert reader.expected == number
+
+
+def test_c_wakes_readers_by_their_bells() -> None:
+    for kinds in ENDS[1:2]:
+        segment, writer, _ = ends(kinds, RING, 3)
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        for slot, (mine, theirs) in enumerate(pairs):
+            writer.set_bell(slot, mine.fileno())
+            theirs.setblocking(False)
+        words = [slot_word(slot) + SLEEPING for slot in range(3)]
+
+        def sleep(*slots: int, words: list[int] = words, segment: Any = segment) -> None:
+            for slot in slots:
+                segment.words[words[slot]] = 1
+
+        sleep(1)
+        assert put(writer, 0, b"a") == PUBLISHED
+        assert pairs[1][1].recv(8) == b"w"
+        with pytest.raises(BlockingIOError):
+            pairs[0][1].recv(8)
+        sleep(0, 1, 2)
+        assert writer.put_bytes(b"a", 1) == WAKE, "slot 2 has no bell"
+        assert [segment.words[word] for word in words] == [0, 0, 1]
+        assert [theirs.recv(8) for _, theirs in pairs] == [b"w", b"w"]
+        segment.words[words[2]] = 0
+        pairs[0][1].close()
+        sleep(0)
+        assert put(writer, 2, b"a") == PUBLISHED, "the reader is lost"
+        writer.set_bell(1, -1)
+        sleep(1)
+        assert put(writer, 3, b"a") == WAKE
+        for mine, theirs in pairs:
+            mine.close()
+            theirs.close()
+
+
+@kinds
 def test_take_ends_before_an_item_of_several_frames(kinds: Any) -> None:
     _, writer, (reader,) = ends(kinds, RING)
     put(writer, 0, b"bytes")
@@ -170,6 +219,14 @@ def test_arguments_that_would_leave_the_memory_are_refused() -> None:
             writer.put(BYTES, 1, 0, 9, 0, b"four", 9)
         with pytest.raises(ValueError, match="slot"):
             writer.set_slots((64,))
+        with pytest.raises(ValueError, match="slot"):
+            writer.set_bell(64, 0)
+        with pytest.raises(ValueError, match="a frame of"):
+            writer.put_bytes(bytes(largest_payload(RING) + 1), 0)
+        with pytest.raises(TypeError, match="1 arguments in place of 2"):
+            writer.put_bytes(b"")
+        with pytest.raises(TypeError):
+            writer.put_bytes("text", 0)
         with pytest.raises(ValueError, match="slot"):
             kinds[1](segment.raw, 0, RING, 64, False)
         with pytest.raises(ValueError, match="a ring of"):
