@@ -203,7 +203,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
     async def __anext__(self) -> Any:
         """The next item, until the writers have closed the queue. Cancelling and other errors as in :meth:`get`."""
-        end = self._reading("get")  # the same as in get(), whose coroutine would take as long as a short item
+        end = self._reading("get")  # as get(); a coroutine more would take as long as a short item
         if end.waiters.streak.should_yield():
             await asyncio.sleep(0)
         try:

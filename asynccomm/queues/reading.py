@@ -225,12 +225,12 @@ class ReadingEnd:
             return None
 
     def ready(self) -> tuple[Any] | None:
-        """As :meth:`next`, of the items that this end has read already. Without the lock, which takes half as long."""
+        """As :meth:`next`, for items that were read ahead. No lock is taken, so a call takes half as long."""
         if not self._found:
             return None
         try:
             found = self._found.popleft()
-        except IndexError:  # another thread has got it
+        except IndexError:  # another thread was first
             return None
         if type(found) is bytes and len(found) <= self._plain:
             return (found,)
@@ -241,7 +241,7 @@ class ReadingEnd:
         while self._found or (self._error is None and self._refill()):
             try:
                 return self._found.popleft()
-            except IndexError:  # ``ready`` has got it
+            except IndexError:  # ``ready`` was first
                 continue
         return None
 
