@@ -237,7 +237,7 @@ class ReadingEnd:
         return (self._deliver(found),)
 
     def _pop(self) -> Found | None:
-        """What is to be delivered next; None: there is nothing. Under the lock."""
+        """The next thing to deliver; None: there is none. Under the lock."""
         while self._found or (self._error is None and self._refill()):
             try:
                 return self._found.popleft()
