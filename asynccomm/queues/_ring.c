@@ -9,13 +9,19 @@
 #include <stdint.h>
 #include <string.h>
 #include <structmember.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { LINE = 64, FRAME_HEADER = 32, SLOTS = 64, DATA = 16384 };
 enum { HEAD = 0, FLOOR = 8, WAITING = 16, FIRST_SLOT = 24, SLOT_WORDS = 16, TAIL = 0, SLEEPING = 8 }; /* words */
 enum { PADDING = 1, BYTES = 2, OBJECT = 3 };
 enum { FULL = 0, PUBLISHED = 1, WAKE = 2 };
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* since Linux 5.14 */
+#endif
+#define MADE_AHEAD 65536 /* bytes of the ring, at least, whose pages are made before they are written */
 #define WITHOUT_GIL 65536 /* bytes; giving it up and taking it again costs more than a shorter copy */
 
 typedef _Atomic uint64_t Word;
@@ -37,6 +43,7 @@ typedef struct {
     PyObject_HEAD
     Ring ring;
     uint64_t taken, head;
+    uint64_t made; /* bytes of the ring that have pages */
     int count, slots[SLOTS];
     int bells[SLOTS]; /* sockets by slot; -1: Python wakes the reader */
 } Writer;
@@ -175,6 +182,21 @@ static int wake_readers(Writer *w)
     return left;
 }
 
+/* In the first lap, make the pages for as much as the last frame, behind its publication: no reader waits for them then. */
+static void make_pages(Writer *w, uint64_t size)
+{
+    Ring *r = &w->ring;
+    uint64_t ahead = size > MADE_AHEAD ? size : MADE_AHEAD, page = (uint64_t)sysconf(_SC_PAGESIZE);
+    if (w->head > w->made) w->made = w->head & ~(page - 1);
+    if (w->made >= r->ring || w->made >= w->head + ahead / 2) return;
+    uint64_t nbytes = least(ahead, r->ring - w->made);
+    char *start = r->data + w->made;
+    w->made += nbytes;
+    Py_BEGIN_ALLOW_THREADS
+    if (madvise(start, nbytes, MADV_POPULATE_WRITE)) {} /* no memory, or an older kernel: a write makes them */
+    Py_END_ALLOW_THREADS
+}
+
 /* Write and publish a frame of `nbytes` bytes at `from`. */
 static PyObject *put_frame(Writer *w, const Frame *frame, const char *from)
 {
@@ -194,7 +216,9 @@ static PyObject *put_frame(Writer *w, const Frame *frame, const char *from)
     copy(r->data + at + FRAME_HEADER, from, nbytes);
     w->head = end;
     atomic_store(r->words + HEAD, end);
-    return PyLong_FromLong(wake_readers(w) ? WAKE : PUBLISHED);
+    int result = wake_readers(w) ? WAKE : PUBLISHED;
+    if (w->made < r->ring) make_pages(w, size);
+    return PyLong_FromLong(result);
 }
 
 /* put_bytes(item, number): an item of bytes in one frame */

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asynccomm.backends.shm.segment import create
 from asynccomm.errors import BackendError
 from asynccomm.queues.layout import (
     BYTES,
@@ -19,8 +22,10 @@ from asynccomm.queues.layout import (
     SLEEPING,
     TAIL,
     WAITING,
+    framed,
     header,
     largest_payload,
+    map_ring,
     slot_word,
 )
 from asynccomm.queues.ring import FULL, PUBLISHED, WAKE
@@ -154,6 +159,33 @@ def test_c_wakes_readers_by_their_bells() -> None:
         for mine, theirs in pairs:
             mine.close()
             theirs.close()
+
+
+def supports_population() -> bool:
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        try:
+            memory.madvise(23)  # MADV_POPULATE_WRITE
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not supports_population(), reason="the kernel does not make pages ahead")
+def test_c_makes_the_pages_of_the_next_frames_in_the_first_lap() -> None:
+    ring = 1 << 20
+    for kind, _ in ENDS[1:2]:
+        fd = create(DATA + ring)
+        segment = map_ring(fd, ring)
+        writer = kind(segment.raw, segment.data.data_ptr(), ring, True)
+
+        def made(fd: int = fd) -> int:
+            return os.fstat(fd).st_blocks * 512 - DATA  # without the head of the ring
+
+        for number in range(3 * (ring // framed(1000))):
+            writer.put_bytes(bytes(1000), number)
+            written = min(ring, writer.head)
+            assert min(ring, written + 30_000) <= made() + DATA, "the next frames have pages"
+        os.close(fd)
 
 
 @kinds
