@@ -295,6 +295,25 @@ class DirectCalls(Protocol):
         """
 
 
+class FastWindow(Protocol):
+    """A backend's fast path for a window. A method returns None if the ordinary path has to take the call."""
+
+    def put(self, tensor: Any, rank: Any, offset: Any, /) -> Work[Any] | None:
+        """See ``Window.put``."""
+
+    def get(self, tensor: Any, rank: Any, offset: Any, /) -> Work[Any] | None:
+        """See ``Window.get``."""
+
+    def signal(self, rank: Any, slot: Any, value: Any, add: Any, /) -> Work[Any] | None:
+        """See ``Window.signal``."""
+
+    def wait_signal(self, slot: Any, value: Any, cmp: Any, /) -> Work[Any] | None:
+        """See ``Window.wait_signal``."""
+
+    def fence(self, rank: Any, /) -> Work[Any] | None:
+        """See ``Window.fence``."""
+
+
 class BackendWindow(abc.ABC):
     """One rank's access to a window, which has memory and signals on each rank. A backend promises:
 
@@ -307,6 +326,10 @@ class BackendWindow(abc.ABC):
 
     A backend that reaches its peers by several transports makes a window of each, and routes by ``WindowOp.peer``.
     """
+
+    def fast_path(self, calls: FastCalls | None) -> FastWindow | None:
+        """The fast path of this window's operations on a comm with the fast path ``calls``; None: there is none."""
+        return None
 
     @abc.abstractmethod
     def memory(self, rank: int) -> Tensor | None:

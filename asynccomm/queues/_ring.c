@@ -9,12 +9,19 @@
 #include <stdint.h>
 #include <string.h>
 #include <structmember.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { LINE = 64, FRAME_HEADER = 32, SLOTS = 64, DATA = 16384 };
 enum { HEAD = 0, FLOOR = 8, WAITING = 16, FIRST_SLOT = 24, SLOT_WORDS = 16, TAIL = 0, SLEEPING = 8 }; /* words */
 enum { PADDING = 1, BYTES = 2, OBJECT = 3 };
 enum { FULL = 0, PUBLISHED = 1, WAKE = 2 };
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* since Linux 5.14 */
+#endif
+#define MADE_AHEAD 65536 /* bytes of the ring, at least, whose pages are made before they are written */
 #define WITHOUT_GIL 65536 /* bytes; giving it up and taking it again costs more than a shorter copy */
 
 typedef _Atomic uint64_t Word;
@@ -36,7 +43,9 @@ typedef struct {
     PyObject_HEAD
     Ring ring;
     uint64_t taken, head;
+    uint64_t made; /* bytes of the ring that have pages */
     int count, slots[SLOTS];
+    int bells[SLOTS]; /* sockets by slot; -1: Python wakes the reader */
 } Writer;
 
 typedef struct {
@@ -95,8 +104,19 @@ static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     int drops;
     if (!PyArg_ParseTuple(args, "OKKp", &memory, &address, &ring, &drops)) return NULL;
     Writer *w = new_object(type);
+    for (int slot = 0; w && slot < SLOTS; slot++) w->bells[slot] = -1;
     if (w && open_ring(&w->ring, memory, ring, drops)) Py_CLEAR(w);
     return (PyObject *)w;
+}
+
+/* set_bell(slot, socket) */
+static PyObject *Writer_set_bell(PyObject *self, PyObject *args)
+{
+    int slot, bell;
+    if (!PyArg_ParseTuple(args, "ii", &slot, &bell)) return NULL;
+    if (slot < 0 || slot >= SLOTS) return PyErr_Format(PyExc_ValueError, "slot %d", slot);
+    ((Writer *)self)->bells[slot] = bell;
+    Py_RETURN_NONE;
 }
 
 static PyObject *Writer_set_slots(PyObject *self, PyObject *slots)
@@ -143,6 +163,79 @@ static int make_room(Writer *w, uint64_t end)
     return end - w->taken <= r->ring;
 }
 
+/* Wake the readers that sleep, as doorbell.py does; whether Python has to wake one. Under the GIL, under which a bell is
+ * forgotten before it is closed. */
+static int wake_readers(Writer *w)
+{
+    int left = 0;
+    for (int k = 0; k < w->count; k++) {
+        int bell = w->bells[w->slots[k]];
+        Word *sleeping = slot_of(w->ring.words, w->slots[k]) + SLEEPING;
+        if (!atomic_load(sleeping)) continue;
+        if (bell < 0) {
+            left = 1;
+            continue;
+        }
+        atomic_store(sleeping, 0);
+        if (send(bell, "w", 1, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {} /* lost, or full of rings that have not been read */
+    }
+    return left;
+}
+
+/* In the first lap, make the pages for as much as the last frame, behind its publication: no reader waits for them then. */
+static void make_pages(Writer *w, uint64_t size)
+{
+    Ring *r = &w->ring;
+    uint64_t ahead = size > MADE_AHEAD ? size : MADE_AHEAD, page = (uint64_t)sysconf(_SC_PAGESIZE);
+    if (w->head > w->made) w->made = w->head & ~(page - 1);
+    if (w->made >= r->ring || w->made >= w->head + ahead / 2) return;
+    uint64_t nbytes = least(ahead, r->ring - w->made);
+    char *start = r->data + w->made;
+    w->made += nbytes;
+    Py_BEGIN_ALLOW_THREADS
+    if (madvise(start, nbytes, MADV_POPULATE_WRITE)) {} /* no memory, or an older kernel: a write makes them */
+    Py_END_ALLOW_THREADS
+}
+
+/* Write and publish a frame of `nbytes` bytes at `from`. */
+static PyObject *put_frame(Writer *w, const Frame *frame, const char *from)
+{
+    Ring *r = &w->ring;
+    uint64_t nbytes = frame->nbytes;
+    uint64_t at = w->head % r->ring, size = framed(nbytes), end = w->head + (size <= r->ring - at ? size : r->ring - at + size);
+    if (end - w->taken > r->ring) {
+        int room = make_room(w, end);
+        if (room <= 0) return room ? NULL : PyLong_FromLong(FULL);
+    }
+    if (size > r->ring - at) {
+        Frame padding = {(uint32_t)(r->ring - at - FRAME_HEADER), PADDING, 0, 0, 0, 0};
+        memcpy(r->data + at, &padding, sizeof padding);
+        at = 0;
+    }
+    memcpy(r->data + at, frame, sizeof *frame);
+    copy(r->data + at + FRAME_HEADER, from, nbytes);
+    w->head = end;
+    atomic_store(r->words + HEAD, end);
+    int result = wake_readers(w) ? WAKE : PUBLISHED;
+    if (w->made < r->ring) make_pages(w, size);
+    return PyLong_FromLong(result);
+}
+
+/* put_bytes(item, number): an item of bytes in one frame */
+static PyObject *Writer_put_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    Writer *w = (Writer *)self;
+    char *from;
+    Py_ssize_t nbytes;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "%zd arguments in place of 2", n);
+    if (PyBytes_AsStringAndSize(args[0], &from, &nbytes)) return NULL;
+    unsigned long long number = PyLong_AsUnsignedLongLong(args[1]);
+    if (PyErr_Occurred()) return NULL;
+    if ((uint64_t)nbytes > w->ring.ring / 4 - FRAME_HEADER) return PyErr_Format(PyExc_ValueError, "a frame of %zd bytes", nbytes);
+    Frame frame = {(uint32_t)nbytes, BYTES, 1, 0, (uint64_t)nbytes, number};
+    return put_frame(w, &frame, from);
+}
+
 static PyObject *Writer_put(PyObject *self, PyObject *args)
 {
     Writer *w = (Writer *)self;
@@ -161,28 +254,14 @@ static PyObject *Writer_put(PyObject *self, PyObject *args)
         if (PyErr_Occurred()) return NULL;
     }
     if (nbytes > r->ring / 4 - FRAME_HEADER) return PyErr_Format(PyExc_ValueError, "a frame of %llu bytes", nbytes);
-    uint64_t at = w->head % r->ring, size = framed(nbytes), end = w->head + (size <= r->ring - at ? size : r->ring - at + size);
-    if (end - w->taken > r->ring) {
-        int room = make_room(w, end);
-        if (room <= 0) return room ? NULL : PyLong_FromLong(FULL);
-    }
-    if (size > r->ring - at) {
-        Frame padding = {(uint32_t)(r->ring - at - FRAME_HEADER), PADDING, 0, 0, 0, 0};
-        memcpy(r->data + at, &padding, sizeof padding);
-        at = 0;
-    }
     Frame frame = {(uint32_t)nbytes, kind, first, head, total, number};
-    memcpy(r->data + at, &frame, sizeof frame);
-    copy(r->data + at + FRAME_HEADER, from, nbytes);
-    w->head = end;
-    atomic_store(r->words + HEAD, end);
-    for (int k = 0; k < w->count; k++)
-        if (atomic_load(slot_of(r->words, w->slots[k]) + SLEEPING)) return PyLong_FromLong(WAKE);
-    return PyLong_FromLong(PUBLISHED);
+    return put_frame(w, &frame, from);
 }
 
 static PyMethodDef writer_methods[] = {
     {"put", Writer_put, METH_VARARGS, "Write and publish a frame."},
+    {"put_bytes", (PyCFunction)(void (*)(void))Writer_put_bytes, METH_FASTCALL, "Write and publish an item of bytes."},
+    {"set_bell", Writer_set_bell, METH_VARARGS, "Wake the reader of a slot by a socket."},
     {"set_slots", Writer_set_slots, METH_O, "Wait for these readers, and wake them."},
     {NULL, NULL, 0, NULL},
 };
@@ -287,9 +366,10 @@ static PyObject *Reader_free(PyObject *self, PyObject *none)
 static PyObject *Reader_take(PyObject *self, PyObject *args)
 {
     Reader *d = (Reader *)self;
+    PyObject *source;
     Py_ssize_t items;
     long long nbytes;
-    if (!PyArg_ParseTuple(args, "nL", &items, &nbytes)) return NULL;
+    if (!PyArg_ParseTuple(args, "OnL", &source, &items, &nbytes)) return NULL;
     PyObject *taken = PyList_New(0);
     const char *payload;
     while (taken && PyList_Size(taken) < items && nbytes > 0 && (payload = next_frame(d))) {
@@ -304,7 +384,7 @@ static PyObject *Reader_take(PyObject *self, PyObject *args)
         }
         nbytes -= f->nbytes;
         if (f->kind == OBJECT) {
-            item = PyTuple_Pack(1, data);
+            item = PyTuple_Pack(2, source, data);
             Py_DECREF(data);
         }
         if (!item || PyList_Append(taken, item) || count_frame(d)) {

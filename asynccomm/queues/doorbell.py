@@ -30,6 +30,8 @@ class Doorbell:
 
     def __init__(self, sock: socket.socket, on_wake: Callable[[], object], on_end: Callable[[bool], object]) -> None:
         self.on_wake, self.on_end = on_wake, on_end
+        #: called before the descriptor is closed, which is then another one's
+        self.before_close: Callable[[], object] = _nothing
         self._sock = sock
         self._bye = self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -71,9 +73,14 @@ class Doorbell:
         """End the connection as a loss. Idempotent."""
         if not self._closed:
             self._closed = True
+            self.before_close()
             _open.discard(self)
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
+
+
+def _nothing() -> None:
+    pass
 
 
 _open: weakref.WeakSet[Doorbell] = weakref.WeakSet()

@@ -119,10 +119,11 @@ class QueueHost:
 
         def attach(transport: socket.socket | Streams) -> None:
             if isinstance(transport, socket.socket):
-                target.bell = Doorbell(transport, end.pump, ended)
+                end.connect(slot, Doorbell(transport, end.pump, ended))
             else:
                 mine, bridges = bell_pair()
-                target.bell, target.bridged = Doorbell(mine, end.pump, ended), True
+                target.bridged = True
+                end.connect(slot, Doorbell(mine, end.pump, ended))
                 self._spawn(send_frames(self._segment, self._ring, slot, self._drops, bridges, transport))
             self._came(hello.rank)
 

@@ -164,7 +164,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         end = self._reading("get")
         if end.waiters.streak.should_yield():
             await asyncio.sleep(0)
-        found = end.next()
+        found = end.ready() or end.next()
         if found is None:
             found = await end.waiters.wait(end.next)
         return found[0]
@@ -203,10 +203,16 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
     async def __anext__(self) -> Any:
         """The next item, until the writers have closed the queue. Cancelling and other errors as in :meth:`get`."""
+        end = self._reading("get")  # as get(); a coroutine more would take as long as a short item
+        if end.waiters.streak.should_yield():
+            await asyncio.sleep(0)
         try:
-            return await self.get()
+            found = end.ready() or end.next()
+            if found is None:
+                found = await end.waiters.wait(end.next)
         except EndOfQueueError:
             raise StopAsyncIteration from None
+        return found[0]
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

@@ -59,8 +59,7 @@ class Source:
         """Append items that are there to ``found``; returns the number of bytes or items read. Raises: BackendError."""
         before = self._reader.tail
         if self._item is None:
-            for data in self._reader.take(AHEAD, AHEAD_BYTES):
-                found.append(data if type(data) is bytes else (self, data[0]))
+            found.extend(self._reader.take(self, AHEAD, AHEAD_BYTES))
             if self._reader.tail != before:
                 self._publish()
                 return 1
@@ -156,6 +155,7 @@ class ReadingEnd:
         self.sources: list[Source] = []
         self.waiters: Waiters = Waiters(self._arm)
         self._options, self._expected = options, expected
+        self._plain = options.max_bytes if options.expect is None else -1  # items of so many bytes need no more checks
         self._came = self._dropped = 0
         self._found: deque[Found] = deque()
         self._error: AsyncCommError | None = None
@@ -215,16 +215,38 @@ class ReadingEnd:
         Raises: EndOfQueueError, PeerLostError, ParticipantLostError, QueueError, PayloadError, BackendError.
         """
         with self._lock:
-            if self._found or (self._error is None and self._refill()):
-                return (self._deliver(),)
+            found = self._pop()
+            if found is not None:
+                return (self._deliver(found),)
             if self._error is not None:
                 raise self._error
             if self._ended():
                 raise EndOfQueueError("the queue was closed by its writers, and all items have been read")
             return None
 
-    def _deliver(self) -> Any:
-        found, options = self._found.popleft(), self._options
+    def ready(self) -> tuple[Any] | None:
+        """As :meth:`next`, for items that were read ahead. No lock is taken, so a call takes half as long."""
+        if not self._found:
+            return None
+        try:
+            found = self._found.popleft()
+        except IndexError:  # another thread was first
+            return None
+        if type(found) is bytes and len(found) <= self._plain:
+            return (found,)
+        return (self._deliver(found),)
+
+    def _pop(self) -> Found | None:
+        """The next thing to deliver; None: there is none. Under the lock."""
+        while self._found or (self._error is None and self._refill()):
+            try:
+                return self._found.popleft()
+            except IndexError:  # ``ready`` was first
+                continue
+        return None
+
+    def _deliver(self, found: Found) -> Any:
+        options = self._options
         if type(found) is bytes:
             if len(found) > options.max_bytes:
                 raise PayloadError(f"an item has {len(found)} bytes, but max_bytes is {options.max_bytes}")
@@ -243,9 +265,9 @@ class ReadingEnd:
             return None
         items = [first[0]]
         with self._lock:
-            while len(items) < limit and (self._found or (self._error is None and self._refill())):
+            while len(items) < limit and (found := self._pop()) is not None:
                 try:
-                    items.append(self._deliver())
+                    items.append(self._deliver(found))
                 except PayloadError as exc:  # for the next call
                     self._found.appendleft(exc)
                     break

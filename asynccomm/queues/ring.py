@@ -70,7 +70,10 @@ class PythonWriter:
         self._slots = slots
 
     def put(self, kind: int, first: int, head: int, total: int, number: int, source: bytes | int, nbytes: int) -> int:
-        """Write and publish a frame; returns FULL, PUBLISHED, or WAKE if a reader sleeps. Raises: BackendError."""
+        """Write and publish a frame; returns FULL, PUBLISHED, or WAKE if the caller has to wake a reader.
+
+        Raises: BackendError.
+        """
         ring, at, size = self._ring, self.head % self._ring, framed(nbytes)
         end = self.head + (size if size <= ring - at else ring - at + size)
         if end - self._taken > ring and not self._make_room(end):
@@ -85,6 +88,13 @@ class PythonWriter:
         self.head = self._words[HEAD] = end
         self._fence.full()
         return WAKE if any(self._words[slot_word(slot) + SLEEPING] for slot in self._slots) else PUBLISHED
+
+    def put_bytes(self, item: bytes, number: int) -> int:
+        """As :meth:`put`, for an item of bytes in one frame."""
+        return self.put(BYTES, 1, 0, len(item), number, item, len(item))
+
+    def set_bell(self, slot: int, fd: int) -> None:
+        """Let C wake the reader of ``slot`` by a byte to this socket; -1: the caller does, as always in Python."""
 
     def _make_room(self, end: int) -> bool:
         if self._drops:
@@ -181,19 +191,19 @@ class PythonReader:
         self._fence.full()
         return int(bool(self._words[WAITING]))
 
-    def take(self, items: int, nbytes: int) -> list[bytes | tuple[bytes]]:
-        """Read items of one frame without tensors: the bytes of BYTES, and of OBJECT a tuple with the bytes.
+    def take(self, source: object, items: int, nbytes: int) -> list[bytes | tuple[object, bytes]]:
+        """Read items of one frame without tensors: the bytes of BYTES, and of OBJECT ``source`` with the bytes.
 
         Ends before a frame of any other item, after ``items``, and after ``nbytes``. Publish the tail afterwards.
         """
-        taken: list[bytes | tuple[bytes]] = []
+        taken: list[bytes | tuple[object, bytes]] = []
         while len(taken) < items and nbytes > 0 and (found := self.peek()) is not None:
             frame = RingFrame(*found)
             if not frame.first or frame.nbytes != frame.total or (frame.kind == OBJECT and frame.head != frame.total):
                 break
             data = ctypes.string_at(frame.address, frame.nbytes)
             if self.valid():
-                taken.append(data if frame.kind == BYTES else (data,))
+                taken.append(data if frame.kind == BYTES else (source, data))
                 self._count()
                 nbytes -= frame.nbytes
         return taken

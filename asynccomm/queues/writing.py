@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
 from asynccomm.backends.shm.fence import Fence
@@ -14,7 +15,6 @@ from asynccomm.errors import AsyncCommError, ClosedError
 from asynccomm.queues.doorbell import Doorbell
 from asynccomm.queues.items import OutgoingItem
 from asynccomm.queues.layout import (
-    BYTES,
     ENDED,
     FAILED,
     HEAD,
@@ -99,8 +99,17 @@ class WritingEnd:
 
     def _add(self, slot: int, target: Target) -> None:
         self.targets[slot] = target
+        self._writer.set_bell(slot, -1)
         self._writer.set_slots(tuple(self.targets))
+        if target.bell is not None:
+            self.connect(slot, target.bell)
         self._arrivals.wake()
+
+    def connect(self, slot: int, bell: Doorbell) -> None:
+        """Wake the reader in ``slot`` by this bell from now on. On the loop."""
+        self.targets[slot].bell = bell
+        self._writer.set_bell(slot, bell.fileno)
+        bell.before_close = partial(self._writer.set_bell, slot, -1)
 
     async def arrived(self, count: int) -> None:
         """Wait until there are ``count`` readers. Cancelling is safe. Raises: the error of later puts."""
@@ -143,8 +152,7 @@ class WritingEnd:
         if self._pending or len(item) > self._most or self._error is not None:
             return False
         with self._lock:
-            nbytes = len(item)
-            result = self._writer.put(BYTES, 1, 0, nbytes, self.number, item, nbytes)
+            result = self._writer.put_bytes(item, self.number)
             if result == FULL:
                 return False
             self.number += 1

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, SupportsIndex, final
 import torch
 from torch import Tensor
 
-from asynccomm.backends.base import BackendWindow
+from asynccomm.backends.base import BackendWindow, FastWindow
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, ClosedError
@@ -69,6 +69,7 @@ class Window(Handle):
         comm: WindowComm,
         info: WindowInfo,
         backend: BackendWindow,
+        fast: FastWindow | None,
         like: tuple[torch.Size, torch.dtype] | None,
         barrier: Callable[[], Work[Any]],
     ) -> None:
@@ -76,6 +77,7 @@ class Window(Handle):
         self._comm = comm
         self._info = info
         self._backend = backend
+        self._fast = fast  #: None, too, once the window is closing
         self._like = like
         self._barrier = barrier
         self._closing: asyncio.Task[None] | None = None
@@ -165,6 +167,9 @@ class Window(Handle):
 
         Returns: Work of ``tensor``.
         """
+        fast = self._fast if timeout is None else None
+        if fast is not None and (work := fast.put(tensor, rank, offset)) is not None:
+            return work
         return self._submit(WindowPut.of(self._info, tensor, rank, offset), timeout)
 
     def get(
@@ -174,6 +179,9 @@ class Window(Handle):
 
         Returns: Work of ``tensor``.
         """
+        fast = self._fast if timeout is None else None
+        if fast is not None and (work := fast.get(tensor, rank, offset)) is not None:
+            return work
         return self._submit(WindowGet.of(self._info, tensor, rank, offset), timeout)
 
     def accumulate(
@@ -203,6 +211,9 @@ class Window(Handle):
         A rank that sees the signal sees the earlier puts and accumulates of this rank to it. A signal keeps its value;
         a rank resets its own by a signal to itself.
         """
+        fast = self._fast if timeout is None else None
+        if fast is not None and (work := fast.signal(rank, slot, value, add)) is not None:
+            return work
         return self._submit(WindowSignal.of(self._info, rank, slot, value, add), timeout)
 
     def wait_signal(
@@ -219,6 +230,9 @@ class Window(Handle):
         so ``EQ`` is for signals that stay. A wait is not bound to a rank: where the signalling rank has closed the comm
         in order, the wait ends at its time limit.
         """
+        fast = self._fast if timeout is None else None
+        if fast is not None and (work := fast.wait_signal(slot, value, cmp)) is not None:
+            return work
         return self._submit(WindowWait.of(self._info, slot, value, cmp), timeout)
 
     def signal_value(self, slot: SupportsIndex = 0) -> int:
@@ -231,6 +245,9 @@ class Window(Handle):
 
         Not collective: with a barrier behind it, all ranks may read all memory.
         """
+        fast = self._fast if timeout is None else None
+        if fast is not None and (work := fast.fence(rank)) is not None:
+            return work
         return self._submit(WindowFence.of(self._info, rank), timeout)
 
     def _submit(self, call: Call, timeout: Timeout) -> Work[Any]:
@@ -262,6 +279,7 @@ class Window(Handle):
         if self._closing is not None:
             return
         fence = self.fence() if together and self._comm.error is None else None
+        self._fast = None
         self._closing = asyncio.ensure_future(self._close(fence))
         self._backend.end_waits(self._closed())
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from asynccomm import BackendError, EndOfQueueError
+from asynccomm import BackendError, ClosedError, EndOfQueueError, PayloadError
 from asynccomm.queues.layout import BYTES, DATA, ENDED, STATE, header
 from asynccomm.queues.options import QueueOptions, QueueWelcome
 from asynccomm.queues.reading import POLL_SECONDS, VAIN, ReadingEnd, Source
+from asynccomm.queues.ring import FULL
 from tests.queues.rings import ENDS, ends
 
 RING = 4096
@@ -60,3 +63,49 @@ async def test_looks_before_a_sleep_end_when_they_are_in_vain() -> None:
     assert [source.poll() for _ in range(VAIN + 1)] == [False] * VAIN + [False]
     assert source.poll()
     assert POLL_SECONDS < 1e-3
+
+
+async def test_what_is_read_ahead_is_ready_and_checked_as_any_item() -> None:
+    options = QueueOptions(max_bytes=5)
+    end = ReadingEnd(options, None)
+    segment, writer, _ = ends(ENDS[-1], RING)
+    for number, data in enumerate([b"first", b"second", b"third"]):
+        assert writer.put_bytes(data, number)
+    end.add(Source(segment, WELCOME, "rank 0", BackendError("lost")))
+    assert end.ready() is None, "nothing was read ahead"
+    assert end.next() == (b"first",)
+    with pytest.raises(PayloadError, match="an item has 6 bytes, but max_bytes is 5"):
+        end.ready()
+    assert end.ready() == (b"third",)
+    assert end.ready() is None
+    end.fail(ClosedError("closed"))
+    assert end.ready() is None
+
+
+async def test_threads_get_each_item_once_with_and_without_the_lock() -> None:
+    end = ReadingEnd(QueueOptions(), None)
+    segment, writer, _ = ends(ENDS[-1], 1 << 20)
+    end.add(Source(segment, QueueWelcome("token", ring=1 << 20), "rank 0", BackendError("lost")))
+    got: list[list[bytes]] = [[], [], []]
+    count = 2000
+
+    def get(number: int) -> None:
+        while sum(map(len, got)) < count:
+            if number == 0:
+                found = end.ready() or end.next()
+                got[0] += found or ()
+            elif number == 1:
+                got[1] += end.next() or ()
+            else:
+                got[2] += end.many(3) or []
+
+    threads = [threading.Thread(target=get, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(count):
+        assert writer.put_bytes(b"%d" % number, number) != FULL
+    for thread in threads:
+        thread.join()
+    assert sorted(int(item) for each in got for item in each) == list(range(count))
+    for each in got:
+        assert [int(item) for item in each] == sorted(int(item) for item in each)

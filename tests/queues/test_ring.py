@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import socket
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asynccomm.backends.shm.segment import create
 from asynccomm.errors import BackendError
 from asynccomm.queues.layout import (
     BYTES,
@@ -18,8 +22,10 @@ from asynccomm.queues.layout import (
     SLEEPING,
     TAIL,
     WAITING,
+    framed,
     header,
     largest_payload,
+    map_ring,
     slot_word,
 )
 from asynccomm.queues.ring import FULL, PUBLISHED, WAKE
@@ -44,7 +50,7 @@ def test_each_reader_gets_every_byte_in_order(kinds: Any, steps: list[tuple[int,
     got: list[list[bytes]] = [[], []]
 
     def read(k: int, items: int) -> None:
-        got[k] += readers[k].take(items, 1 << 20)
+        got[k] += readers[k].take(None, items, 1 << 20)
         readers[k].publish()
 
     for nbytes, items in steps:
@@ -69,13 +75,13 @@ def test_a_ring_that_drops_gives_the_newest_items_and_counts_the_others(
     got: list[tuple[int, bytes]] = []
     first = put(writer, 0, b"first")
     assert first == PUBLISHED
-    reader.take(1, 100)
+    reader.take(None, 1, 100)
     for number, (nbytes, items) in enumerate(steps, 1):
         data = bytes((number + i) % 251 for i in range(nbytes))
         assert put(writer, number, data) != FULL
         for _ in range(items):
-            got += [(reader.expected - 1, found) for found in reader.take(1, 1 << 20)]
-    got += [(reader.expected - 1, found) for _ in steps for found in reader.take(1, 1 << 20)]
+            got += [(reader.expected - 1, found) for found in reader.take(None, 1, 1 << 20)]
+    got += [(reader.expected - 1, found) for _ in steps for found in reader.take(None, 1, 1 << 20)]
     for number, data in got:
         assert data == bytes((number + i) % 251 for i in range(steps[number - 1][0]))
     assert [number for number, _ in got] == sorted({number for number, _ in got})
@@ -88,10 +94,10 @@ def test_a_full_ring_takes_no_frame_until_the_slowest_reader_has_read(kinds: Any
     count = 0
     while put(writer, count, bytes(400)) != FULL:
         count += 1
-    assert len(fast.take(100, 1 << 20)) == count
+    assert len(fast.take(None, 100, 1 << 20)) == count
     fast.publish()
     assert put(writer, count, bytes(400)) == FULL
-    assert slow.take(1, 1) == [bytes(400)]
+    assert slow.take(None, 1, 1) == [bytes(400)]
     slow.publish()
     assert put(writer, count, bytes(400)) == PUBLISHED
 
@@ -108,14 +114,89 @@ def test_only_sleepers_are_woken(kinds: Any) -> None:
 
 
 @kinds
+def test_an_item_of_bytes_in_one_call(kinds: Any) -> None:
+    segment, writer, (reader,) = ends(kinds, RING)
+    assert writer.put_bytes(b"one", 0) == PUBLISHED
+    segment.words[slot_word(0) + SLEEPING] = 1
+    assert writer.put_bytes(b"two", 1) == WAKE
+    segment.words[slot_word(0) + SLEEPING] = 0
+    number = 2
+    while writer.put_bytes(bytes(largest_payload(RING)), number) != FULL:
+        number += 1
+    assert reader.take(None, 64, 1 << 20) == [b"one", b"two", *[bytes(largest_payload(RING))] * (number - 2)]
+    assert reader.expected == number
+
+
+def test_c_wakes_readers_by_their_bells() -> None:
+    for kinds in ENDS[1:2]:
+        segment, writer, _ = ends(kinds, RING, 3)
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        for slot, (mine, theirs) in enumerate(pairs):
+            writer.set_bell(slot, mine.fileno())
+            theirs.setblocking(False)
+        words = [slot_word(slot) + SLEEPING for slot in range(3)]
+
+        def sleep(*slots: int, words: list[int] = words, segment: Any = segment) -> None:
+            for slot in slots:
+                segment.words[words[slot]] = 1
+
+        sleep(1)
+        assert put(writer, 0, b"a") == PUBLISHED
+        assert pairs[1][1].recv(8) == b"w"
+        with pytest.raises(BlockingIOError):
+            pairs[0][1].recv(8)
+        sleep(0, 1, 2)
+        assert writer.put_bytes(b"a", 1) == WAKE, "slot 2 has no bell"
+        assert [segment.words[word] for word in words] == [0, 0, 1]
+        assert [theirs.recv(8) for _, theirs in pairs] == [b"w", b"w"]
+        segment.words[words[2]] = 0
+        pairs[0][1].close()
+        sleep(0)
+        assert put(writer, 2, b"a") == PUBLISHED, "the reader is lost"
+        writer.set_bell(1, -1)
+        sleep(1)
+        assert put(writer, 3, b"a") == WAKE
+        for mine, theirs in pairs:
+            mine.close()
+            theirs.close()
+
+
+def supports_population() -> bool:
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        try:
+            memory.madvise(23)  # MADV_POPULATE_WRITE
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not supports_population(), reason="the kernel does not make pages ahead")
+def test_c_makes_the_pages_of_the_next_frames_in_the_first_lap() -> None:
+    ring = 1 << 20
+    for kind, _ in ENDS[1:2]:
+        fd = create(DATA + ring)
+        segment = map_ring(fd, ring)
+        writer = kind(segment.raw, segment.data.data_ptr(), ring, True)
+
+        def made(fd: int = fd) -> int:
+            return os.fstat(fd).st_blocks * 512 - DATA  # without the head of the ring
+
+        for number in range(3 * (ring // framed(1000))):
+            writer.put_bytes(bytes(1000), number)
+            written = min(ring, writer.head)
+            assert min(ring, written + 30_000) <= made() + DATA, "the next frames have pages"
+        os.close(fd)
+
+
+@kinds
 def test_take_ends_before_an_item_of_several_frames(kinds: Any) -> None:
     _, writer, (reader,) = ends(kinds, RING)
     put(writer, 0, b"bytes")
     put(writer, 1, b"object", OBJECT)
     writer.put(OBJECT, 1, 4, 8, 2, b"head", 4)
     writer.put(OBJECT, 0, 4, 8, 2, b"rest", 4)
-    assert reader.take(64, 1 << 20) == [b"bytes", (b"object",)]
-    assert reader.take(64, 1 << 20) == []
+    assert reader.take(None, 64, 1 << 20) == [b"bytes", (None, b"object")]
+    assert reader.take(None, 64, 1 << 20) == []
     assert reader.peek()[:6] == (4, OBJECT, 1, 4, 8, 2)
     reader.free()
     assert reader.peek()[:6] == (4, OBJECT, 0, 4, 8, 2)
@@ -170,6 +251,14 @@ def test_arguments_that_would_leave_the_memory_are_refused() -> None:
             writer.put(BYTES, 1, 0, 9, 0, b"four", 9)
         with pytest.raises(ValueError, match="slot"):
             writer.set_slots((64,))
+        with pytest.raises(ValueError, match="slot"):
+            writer.set_bell(64, 0)
+        with pytest.raises(ValueError, match="a frame of"):
+            writer.put_bytes(bytes(largest_payload(RING) + 1), 0)
+        with pytest.raises(TypeError, match="1 arguments in place of 2"):
+            writer.put_bytes(b"")
+        with pytest.raises(TypeError):
+            writer.put_bytes("text", 0)
         with pytest.raises(ValueError, match="slot"):
             kinds[1](segment.raw, 0, RING, 64, False)
         with pytest.raises(ValueError, match="a ring of"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -77,3 +78,24 @@ async def test_a_reader_that_made_the_ring_may_sleep_in_it_before_the_writer_com
     assert not segment.words[slot_word(0) + SLEEPING]
     ours.close()
     bell.close()
+
+
+async def test_a_closed_bell_is_forgotten_before_its_descriptor_is_another_one() -> None:
+    segment = new_segment(RING)
+    end = WritingEnd(segment, RING, False, QueueOptions())
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell = Doorbell(theirs, lambda: None, lambda orderly: None)
+    end.write_to(Target("reader", bell))
+    number = bell.fileno
+    mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell.close()
+    ours.close()
+    os.dup2(other.fileno(), number)
+    mine.setblocking(False)
+    segment.words[slot_word(0) + SLEEPING] = 1
+    assert end.put_bytes(b"item")
+    with pytest.raises(BlockingIOError):
+        mine.recv(1)
+    os.close(number)
+    mine.close()
+    other.close()

@@ -743,32 +743,6 @@ static PyMemberDef link_members[] = {
 static PyType_Slot link_slots[] = {{Py_tp_dealloc, (void *)LinkState_dealloc}, {Py_tp_members, link_members}, {0, NULL}};
 static PyType_Spec link_spec = {"_core.LinkState", sizeof(LinkState), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, link_slots};
 
-/* ---- windows ------------------------------------------------------------------------------------------------------ */
-
-/* signal(words, index, value, add): change a 64-bit word atomically, with a full fence */
-static PyObject *change_word(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    Py_buffer words;
-    Py_ssize_t index;
-    unsigned long long value;
-    int add;
-    if (!PyArg_ParseTuple(args, "w*nKp", &words, &index, &value, &add)) return NULL;
-    if (index < 0 || index >= words.len / (Py_ssize_t)sizeof(Word)) {
-        PyBuffer_Release(&words);
-        return PyErr_Format(PyExc_ValueError, "index must be in the memory, got %zd", index);
-    }
-    Word *word = (Word *)words.buf + index;
-    if (add) atomic_fetch_add(word, value);
-    else atomic_store(word, value);
-    PyBuffer_Release(&words);
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef window_functions[] = {
-    {"signal", change_word, METH_VARARGS, "Change a word atomically."},
-    {NULL, NULL, 0, NULL},
-};
-
 /* ---- the module --------------------------------------------------------------------------------------------------- */
 
 static PyObject *itself(PyObject *self)
@@ -820,7 +794,7 @@ PyMODINIT_FUNC PyInit__core(void)
     if (!Core_Segment || !Core_Program || !Run_Type || !Core_RankPosition || !Core_LinkState
         || PyModule_AddObjectRef(m, "Segment", (PyObject *)Core_Segment)
         || PyModule_AddObjectRef(m, "RankPosition", (PyObject *)Core_RankPosition)
-        || PyModule_AddFunctions(m, window_functions) || core_add_lending(m) || core_add_fast_path(m)) {
+        || core_add_lending(m) || core_add_fast_path(m)) {
         Py_DECREF(m);
         return NULL;
     }

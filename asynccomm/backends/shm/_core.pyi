@@ -128,6 +128,43 @@ class HeldCall:
     arguments: tuple[Any, ...]
     places: list[tuple[Any, int, int, tuple[int, ...], Any]]
 
+@final
+class FastWindow:
+    """The fast path of a window's operations, see ``base.FastWindow``; ``ShmWindow.fast_path`` makes it."""
+
+    queued: int  #: operations that run on the window's thread: later ones have to wait for them
+    ended: bool
+    def __new__(
+        cls,
+        path: FastPath,
+        memory: memoryview,
+        rank: int,
+        number: int,
+        signals: int,
+        inline_bytes: int,
+        parts: Sequence[tuple[int, int, int, Sequence[int], Sequence[int]]],
+        kinds: tuple[type, ...],
+        comparisons: tuple[object, ...],
+        /,
+    ) -> FastWindow:
+        """Make the fast path.
+
+        Args:
+            memory: the window's segment.
+            parts: by rank, start and bytes of its memory, the words of its first signal and of its two bells, and the
+                eventfds of these.
+            kinds: the classes of operations, in the order of ``_windows.c``.
+            comparisons: the members of ``SignalCmpOp``.
+
+        Raises: ValueError for a place outside of the memory.
+        """
+
+    def put(self, tensor: Any, rank: Any, offset: Any, /) -> Work[Any] | None: ...
+    def get(self, tensor: Any, rank: Any, offset: Any, /) -> Work[Any] | None: ...
+    def signal(self, rank: Any, slot: Any, value: Any, add: Any, /) -> Work[Any] | None: ...
+    def wait_signal(self, slot: Any, value: Any, cmp: Any, /) -> Work[Any] | None: ...
+    def fence(self, rank: Any, /) -> Work[Any] | None: ...
+
 def signal(words: memoryview, index: int, value: int, add: bool, /) -> None:
     """Set the 64-bit word at ``index``, or add to it: atomic, with a full fence. Raises: ValueError for the index."""
 

@@ -18,7 +18,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static PyTypeObject *FastPath_Type, *Streak_Type, *Counts_Type, *State_of_Work;
+PyTypeObject *Core_FastPath;
+static PyTypeObject *Streak_Type, *Counts_Type, *State_of_Work;
 static PyObject *get_running_loop, *get_frame, *one, *two;
 static PyObject *name_running, *name_acquire, *name_release, *name_append, *name_filename, *name_lasti, *name_is_neg, *name_dtype,
     *name_storage_offset, *name_untyped_storage, *name_nbytes, *name_profiling;
@@ -63,8 +64,7 @@ static int64_t number_of(PyObject *object, PyObject *name)
     return number;
 }
 
-/* Ask a tensor all that DLPack does not tell; as hold_arguments. Torch may release the GIL, or call a mode in Python. */
-static int ask_tensor(PyObject *tensor, Tensors *tensors)
+int core_ask_tensor(PyObject *tensor, Tensors *tensors)
 {
     if (tensors->count == MOST_TENSORS) return 0;
     int negative = answers(tensor, name_is_neg, NULL, Py_True); /* lazily negated: the memory holds other values */
@@ -87,7 +87,7 @@ static int ask_tensor(PyObject *tensor, Tensors *tensors)
     return 1;
 }
 
-static int is_tensor(const FastPath *f, PyObject *object) { return Py_TYPE(object) == f->tensor || Py_TYPE(object) == f->parameter; }
+int core_is_tensor(const FastPath *f, PyObject *object) { return Py_TYPE(object) == f->tensor || Py_TYPE(object) == f->parameter; }
 
 /* Ask all tensors among the arguments; as hold_arguments. */
 static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *tensors)
@@ -95,18 +95,17 @@ static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *t
     tensors->count = 0;
     for (int k = 1; k < arguments->count; k++) {
         PyObject *argument = arguments->items[k];
-        Py_ssize_t count = PyTuple_CheckExact(argument) ? PyTuple_Size(argument) : is_tensor(f, argument);
+        Py_ssize_t count = PyTuple_CheckExact(argument) ? PyTuple_Size(argument) : core_is_tensor(f, argument);
         for (Py_ssize_t j = 0; j < count; j++) {
             PyObject *item = PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, j) : argument;
-            int usual = is_tensor(f, item) ? ask_tensor(item, tensors) : 0;
+            int usual = core_is_tensor(f, item) ? core_ask_tensor(item, tensors) : 0;
             if (usual <= 0) return usual;
         }
     }
     return 1;
 }
 
-/* Append a tensor to the key, and take its address. 1: done; 0: it is unusual. */
-static int add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors)
+int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors)
 {
     DLTensor found;
     if (key->count + 2 + MOST_DIMS > MOST_WORDS || f->table->look(tensor, &found)) {
@@ -148,16 +147,16 @@ static int is_constant(const FastPath *f, PyObject *value)
     return 0;
 }
 
-/* Append an argument to the key; as add_tensor. */
+/* Append an argument to the key; as core_add_tensor. */
 static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors *tensors)
 {
-    if (is_tensor(f, argument)) return add_tensor(f, argument, key, tensors);
+    if (core_is_tensor(f, argument)) return core_add_tensor(f, argument, key, tensors);
     if (key->count + 2 > MOST_WORDS) return 0;
     if (PyTuple_CheckExact(argument)) {
         Py_ssize_t count = PyTuple_Size(argument);
         key->words[key->count++] = OF_LIST | (uint64_t)count << 8;
         for (Py_ssize_t k = 0; k < count; k++)
-            if (!add_tensor(f, PyTuple_GetItem(argument, k), key, tensors)) return 0;
+            if (!core_add_tensor(f, PyTuple_GetItem(argument, k), key, tensors)) return 0;
         return 1;
     }
     if (PyLong_CheckExact(argument)) {
@@ -176,7 +175,7 @@ static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors
     return 1;
 }
 
-/* The key of a call, and the addresses of its tensors, which were asked before; as add_tensor. Runs no Python code. */
+/* The key of a call, and the addresses of its tensors, which were asked before; as core_add_tensor. Runs no Python code. */
 static int key_of(const FastPath *f, const Arguments *arguments, Key *key, Tensors *tensors)
 {
     key->words[0] = (uint64_t)(uintptr_t)arguments->items[0], key->count = 1, tensors->count = 0;
@@ -323,26 +322,20 @@ static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, i
 
 /* ---- one call ----------------------------------------------------------------------------------------------------- */
 
-/* A wait for late ranks inside the call: for a moment, and only if that has paid off recently. */
-typedef struct {
-    int64_t until; /* 0: not begun */
-    unsigned waits;
-} Spin;
-
-/* Pass a little time; 0 if there was enough of it. */
-static int goes_on(FastPath *f, Spin *spin)
+int core_goes_on(const FastPath *f, SpinHistory *history, Spin *spin)
 {
     int64_t patience = f->in_loop ? f->patience : f->thread_patience;
     if (!spin->until) {
         if (!patience) return 0;
-        if (f->skipped < f->to_skip) {
-            f->skipped++;
+        if (history->skipped < history->to_skip) {
+            history->skipped++;
             return 0;
         }
-        f->skipped = 0;
+        history->skipped = 0;
         spin->until = nanoseconds() + patience;
     } else if (nanoseconds() >= spin->until) {
-        f->to_skip = 2 * f->to_skip + 1 < MOST_SKIPPED ? 2 * f->to_skip + 1 : MOST_SKIPPED;
+        unsigned to_skip = 2 * history->to_skip + 1;
+        history->to_skip = to_skip < MOST_SKIPPED ? to_skip : MOST_SKIPPED;
         return 0;
     }
     for (int k = 0; k < 4; k++) RELAX();
@@ -350,10 +343,9 @@ static int goes_on(FastPath *f, Spin *spin)
     return 1;
 }
 
-/* Note that what the spin waited for has come. */
-static void found(FastPath *f, const Spin *spin)
+void core_found(SpinHistory *history, const Spin *spin)
 {
-    if (spin->until) f->to_skip = 0;
+    if (spin->until) history->to_skip = 0;
 }
 
 /* Run as far as possible, and a little further. */
@@ -363,12 +355,12 @@ static int run_on(FastPath *f, Run *run)
     for (;;) {
         int result = core_pass(run);
         if (result == MOVED) { /* each wait of a longer operation counts by itself */
-            found(f, &spin);
+            core_found(&f->history, &spin);
             spin = (Spin){0, 0};
             continue;
         }
-        if (result != STUCK) found(f, &spin);
-        if (result != STUCK || !goes_on(f, &spin)) return result;
+        if (result != STUCK) core_found(&f->history, &spin);
+        if (result != STUCK || !core_goes_on(f, &f->history, &spin)) return result;
     }
 }
 
@@ -401,8 +393,8 @@ static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t
     Frame frame;
     if (f->state->messages || f->state->kept || link->gone) return 0;
     while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
-        if (!goes_on(f, &spin)) return 0;
-    found(f, &spin);
+        if (!core_goes_on(f, &f->history, &spin)) return 0;
+    core_found(&f->history, &spin);
     const char *payload = next_frame(f->segment, link, ring, &frame);
     if (!payload || frame.kind != SHORT || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel
         || frame.nbytes != nbytes || link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring)
@@ -414,8 +406,7 @@ static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t
     return 1;
 }
 
-/* The user's place of the call: (code, instruction); None if it is not recorded. */
-static PyObject *site_of(const FastPath *f)
+PyObject *core_site_of(const FastPath *f)
 {
     if (f->call_site == Py_None) Py_RETURN_NONE;
     PyObject *frame = PyObject_CallFunctionObjArgs(get_frame, one, NULL), *site = NULL; /* 0: the method of the comm */
@@ -439,24 +430,34 @@ static PyObject *site_of(const FastPath *f)
     return site;
 }
 
+int core_is_open(FastPath *f)
+{
+    if (f->state->dead || f->counts->closed || f->counts->detours) return 0;
+    int other, in_loop = core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
+    if (in_loop < 0) return -1;
+    f->in_loop = in_loop;
+    return !other;
+}
+
+int core_lock(const FastPath *f) { return answers(f->lock, name_acquire, Py_False, Py_True); }
+
 int core_may_send(FastPath *f)
 {
-    if (f->state->dead || f->counts->closed || f->counts->detours || PyObject_Size(f->queue) || PyObject_Size(f->inbox)) return 0;
-    int other, in_loop = core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
-    if (in_loop < 0 || other) return in_loop;
-    f->in_loop = in_loop;
+    if (PyObject_Size(f->queue) || PyObject_Size(f->inbox)) return 0;
+    int open = core_is_open(f);
+    if (open <= 0) return open;
     PyObject *driven = PyObject_CallNoArgs(f->driven);
     if (!driven) return -1;
     Py_DECREF(driven);
     if (driven != Py_False) return 0;
-    return answers(f->lock, name_acquire, Py_False, Py_True);
+    return core_lock(f);
 }
 
-WorkState *core_new_work(const FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
+WorkState *core_new_work(const FastPath *f, PyObject *op, PyObject *result, PyObject *site, double started)
 {
     WorkState *work = (WorkState *)((allocfunc)PyType_GetSlot(f->work_type, Py_tp_alloc))(f->work_type, 0);
     if (!work) return NULL;
-    work->op = entry->op, work->mailbox = f->mailbox, work->value = result, work->site = site;
+    work->op = op, work->mailbox = f->mailbox, work->value = result, work->site = site;
     Py_INCREF(work->op), Py_INCREF(work->mailbox), Py_INCREF(work->value), Py_INCREF(work->site);
     work->seq = work->finished = -1;
     work->started = started, work->timeout = f->counts->limit;
@@ -499,19 +500,31 @@ void core_note(const FastPath *f, PyObject *call)
     if (failed) PyErr_WriteUnraisable(f->note);
 }
 
+long long core_count(const FastPath *f, int p2p, long long nbytes)
+{
+    f->counts->submitted++, f->counts->nbytes += nbytes;
+    return (*(p2p ? &f->counts->messages : &f->counts->collectives))++;
+}
+
+WorkState *core_finished_work(const FastPath *f, PyObject *op, long long seq, PyObject *result, PyObject *site, double started,
+                              PyObject **call)
+{
+    double finished = monotonic();
+    *call = core_called(op, site, seq, started, finished);
+    WorkState *work = !*call || core_remember(f, *call) ? NULL : core_new_work(f, op, result, site, started);
+    if (work) work->seq = seq, work->finished = finished, work->done = 1;
+    else Py_CLEAR(*call);
+    return work;
+}
+
 /* Take note of a call that is done; its Work. */
 static PyObject *finish(FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
 {
-    long long seq = (*(entry->peer < 0 ? &f->counts->collectives : &f->counts->messages))++; /* before Python code can run */
-    f->counts->submitted++, f->counts->nbytes += entry->size;
-    double finished = monotonic();
-    PyObject *call = core_called(entry->op, site, seq, started, finished);
-    WorkState *work = !call || core_remember(f, call) ? NULL : core_new_work(f, entry, result, site, started);
+    long long seq = core_count(f, entry->peer >= 0, entry->size); /* before Python code can run */
+    PyObject *call;
+    WorkState *work = core_finished_work(f, entry->op, seq, result, site, started, &call);
     if (work && entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
-    if (work) {
-        work->seq = seq, work->finished = finished, work->done = 1;
-        core_note(f, call);
-    }
+    if (work) core_note(f, call);
     Py_XDECREF(call);
     return (PyObject *)work;
 }
@@ -661,7 +674,7 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject *
     if (result <= 0) return result < 0;
     PyObject *site = NULL, *queue = NULL;
     result = ask_tensors(f, &arguments, &tensors);
-    if (result > 0 && !(site = site_of(f))) result = -1;
+    if (result > 0 && !(site = core_site_of(f))) result = -1;
     if (result > 0 && f->counts->scopes) result = core_queue_of(f, &queue);
     if (result < 0) result = 1; /* with the exception */
     else if (result) {
@@ -819,7 +832,7 @@ int core_add_fast_path(PyObject *module)
         || !(Streak_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "Streak"))
         || !(Counts_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "CallCounts"))
         || !(State_of_Work = (PyTypeObject *)attribute_of("asynccomm.core._work", "WorkState"))
-        || !(FastPath_Type = (PyTypeObject *)PyType_FromSpec(&fast_path_spec)) || core_add_scopes(module))
+        || !(Core_FastPath = (PyTypeObject *)PyType_FromSpec(&fast_path_spec)) || core_add_scopes(module) || core_add_windows(module))
         return -1;
-    return PyModule_AddObjectRef(module, "FastPath", (PyObject *)FastPath_Type);
+    return PyModule_AddObjectRef(module, "FastPath", (PyObject *)Core_FastPath);
 }

@@ -1,4 +1,4 @@
-/* The objects that _fast_path.c and _scopes.c share. */
+/* The objects that _fast_path.c, _scopes.c and _windows.c share. */
 #ifndef ASYNCCOMM_FAST_PATH_H
 #define ASYNCCOMM_FAST_PATH_H
 
@@ -85,6 +85,15 @@ typedef struct {
     int holds; /* of the table, and of calls: a destructor may make further calls, which empty the table */
 } Entry;
 
+/* A wait for late ranks inside the call: for a moment, and only if that has paid off recently. */
+typedef struct {
+    int64_t until; /* 0: not begun */
+    unsigned waits;
+} Spin;
+typedef struct {
+    unsigned to_skip, skipped;
+} SpinHistory;
+
 /* Calls that a scope holds: _scopes.c */
 typedef struct {
     PyObject *queues;           /* a dict: the DeferredQueue by the task or thread that is in a scope */
@@ -114,10 +123,43 @@ typedef struct {
     int known;
     int64_t patience, thread_patience; /* nanoseconds; the latter on a thread that runs no loop, and so waits anyway */
     int in_loop; /* of the current call */
-    unsigned to_skip, skipped;
+    SpinHistory history;
 } FastPath;
 
+extern PyTypeObject *Core_FastPath;
+
 /* ---- _fast_path.c ------------------------------------------------------------------------------------------------- */
+
+int core_is_tensor(const FastPath *f, PyObject *object);
+
+/* Ask a tensor all that DLPack does not tell: 1: done; 0: it is unusual; -1: an exception. Torch may release the GIL, or
+ * call a mode in Python. */
+int core_ask_tensor(PyObject *tensor, Tensors *tensors);
+
+/* Append a tensor to the key, and take its address. 1: done; 0: it is unusual. */
+int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors);
+
+/* Pass a little time; 0 if there was enough of it. */
+int core_goes_on(const FastPath *f, SpinHistory *history, Spin *spin);
+
+/* Note that what the spin waited for has come. */
+void core_found(SpinHistory *history, const Spin *spin);
+
+/* The user's place of the call: (code, instruction); None if it is not recorded. */
+PyObject *core_site_of(const FastPath *f);
+
+/* Whether the comm takes calls of this thread without more ado; -1 with an exception. */
+int core_is_open(FastPath *f);
+
+/* Take the comm's lock; 0 if another thread has it, -1 with an exception. */
+int core_lock(const FastPath *f);
+
+/* Count a call that is done; its number. */
+long long core_count(const FastPath *f, int p2p, long long nbytes);
+
+/* The Work of a call that is done, and `call` as core_called, which is remembered; NULL with an exception. */
+WorkState *core_finished_work(const FastPath *f, PyObject *op, long long seq, PyObject *result, PyObject *site, double started,
+                              PyObject **call);
 
 PyObject *core_tuple_of(PyObject *const *items, Py_ssize_t n);
 
@@ -155,7 +197,7 @@ int core_remember(const FastPath *f, PyObject *call);
 void core_note(const FastPath *f, PyObject *call);
 
 /* A Work of a call, not settled, or NULL with an exception. */
-WorkState *core_new_work(const FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started);
+WorkState *core_new_work(const FastPath *f, PyObject *op, PyObject *result, PyObject *site, double started);
 
 /* Break the comm because of the current exception: a run has begun that nobody goes on with. */
 void core_break_comm(FastPath *f);
@@ -173,5 +215,9 @@ int core_hold(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments
 PyObject *FastPath_flush(PyObject *self, PyObject *items);
 
 int core_add_scopes(PyObject *module);
+
+/* ---- _windows.c ---------------------------------------------------------------------------------------------------- */
+
+int core_add_windows(PyObject *module);
 
 #endif

@@ -132,7 +132,7 @@ int core_hold(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments
 {
     if (!entry->program || entry->kind < 0) return 0;
     HeldCall *held = new_held(f, entry, tensors, arguments);
-    if (held && (held->work = core_new_work(f, entry, result, site, started))) {
+    if (held && (held->work = core_new_work(f, entry->op, result, site, started))) {
         replace(&held->work->driver, queue);
         replace(&held->work->on_settled, f->scopes.settled);
         replace(&held->work->on_overdue, f->scopes.overdue);

@@ -39,6 +39,8 @@ from asynccomm.ops import (
 # a collective of so many bytes of each rank may read the ranks' tensors in place of copies in slots; in exchange, the
 # owner of a tensor waits for its readers: bench/shared_tensors.py
 LENT_BYTES: Final = 128 << 10
+# the same in multiples of LENT_BYTES for a large reduction, of which every rank then waits for all readers at the end
+LENT_REDUCTIONS: Final = 16
 
 
 @final
@@ -115,10 +117,10 @@ def _reduce(executor: Executor, submission: Submission, whole: int) -> Lowered:
             lambda: program(1, combined(rank, size, nbytes, takes=takes, copies=copies, inline=inline)),
         )
     else:
-        own = isinstance(source, Tensor)
+        own, lends = isinstance(source, Tensor), nbytes >= LENT_REDUCTIONS * LENT_BYTES
         compiled = executor.compiled(
-            (AllReduce, nbytes, takes, own),
-            lambda: reduced_in_parts(rank, size, nbytes, board.chunk, takes=takes, own=own),
+            (AllReduce, nbytes, takes, own, lends),
+            lambda: reduced_in_parts(rank, size, nbytes, board.chunk, takes=takes, own=own, lends=lends),
         )
     return Lowered(compiled, [source, *targets], (reduction,), lands, scratch=scratch)
 

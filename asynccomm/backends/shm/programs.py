@@ -280,7 +280,7 @@ def combined(rank: int, size: int, nbytes: int, *, takes: bool, copies: bool = F
     return Part(tuple(fill), tuple(take), others(rank, size) if takes else ())
 
 
-def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, own: bool) -> Program:
+def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, own: bool, lends: bool) -> Program:
     """The program of a reduction of any length; only ranks that ``take`` it get the result.
 
     The vectors: the source, then the target, which may be the source. A rank reads its part of the others' sources only
@@ -288,6 +288,7 @@ def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bo
 
     Args:
         own: whether this rank's own data are combined in place, and not through its slot.
+        lends: whether ranks may lend their vectors; the same on all ranks.
     """
     most = room_per_reader(chunk, size)
     steps = steps_for(nbytes, most * size)
@@ -300,10 +301,14 @@ def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bo
 
     source = [Ref(Space.VECTOR, 0, of * share, step) for of in range(size)]
     target = [Ref(Space.VECTOR, 1, of * share, step) for of in range(size)]
-    slots = [Ref(Space.SLOT, giver, rank * share, 0, rank * share, step) for giver in range(size)]
-    result = [Ref(Space.RESULT, of, 0, 0, of * share, step) for of in range(size)]
+
+    def lent(of: int) -> tuple[int, int]:
+        return (of * share, step) if lends else (-1, 0)
+
+    slots = [Ref(Space.SLOT, giver, rank * share, 0, *lent(rank)) for giver in range(size)]
+    result = [Ref(Space.RESULT, of, 0, 0, *lent(of)) for of in range(size)]
     fill = [
-        Action(Ref(Space.SLOT, rank, of * share, 0, of * share, step), (source[of],), *bounds(of))
+        Action(Ref(Space.SLOT, rank, of * share, 0, *lent(of)), (source[of],), *bounds(of))
         for of in range(size)
         if not (own and of == rank)
     ]
@@ -315,16 +320,15 @@ def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bo
         combine.append(Action(target[rank], (result[rank],), *bounds(rank)))
         take = [Action(target[of], (result[of],), *bounds(of)) for of in range(size) if of != rank]
     rest = others(rank, size)
-    return Program(
-        steps,
-        (
-            Stage(Wait.FREE, (), tuple(fill), Signal.POST),
-            Stage(Wait.POSTED, rest, tuple(combine), Signal.RESULT),
-            Stage(Wait.REDUCED if takes else Wait.NOTHING, rest, tuple(take), Signal.FINISH),
-            Stage(Wait.READ, rest, (), Signal.NOTHING),
-        ),
-        Lending(0, 1 if takes else -1),
-    )
+    stages = [
+        Stage(Wait.FREE, (), tuple(fill), Signal.POST),
+        Stage(Wait.POSTED, rest, tuple(combine), Signal.RESULT),
+        Stage(Wait.REDUCED if takes else Wait.NOTHING, rest, tuple(take), Signal.FINISH),
+    ]
+    if not lends:
+        return Program(steps, tuple(stages))
+    stages.append(Stage(Wait.READ, rest, (), Signal.NOTHING))
+    return Program(steps, tuple(stages), Lending(0, 1 if takes else -1))
 
 
 def others(rank: int, size: int) -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 An operation is one copy in the call, without any thread of the target. Operations that are large, or that would wait
 for a lock, go to a thread of the window, and later operations queue up behind them.
 
+Operations of plain tensors take the fast path, in C (``_windows.c``), unless others are queued.
+
 A rank that waits for a signal spins for a moment, as for a collective, and then sleeps without using the CPU: its event
 loop watches a doorbell of the window, and the progress thread does so for a caller that blocks.
 """
@@ -21,7 +23,7 @@ from typing import Any, Final, NamedTuple, Self, final
 
 from torch import Tensor
 
-from asynccomm.backends.base import BackendContext, BackendWindow, Submission
+from asynccomm.backends.base import BackendContext, BackendWindow, FastCalls, FastWindow, Submission
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.shm.bakery import BakeryLock
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported
@@ -34,8 +36,19 @@ from asynccomm.backends.windows import SignalWaits
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError
-from asynccomm.ops import WindowAccumulate, WindowFence, WindowInfo, WindowOp, WindowSignal, WindowWait
+from asynccomm.ops import (
+    SignalCmpOp,
+    WindowAccumulate,
+    WindowFence,
+    WindowGet,
+    WindowInfo,
+    WindowOp,
+    WindowPut,
+    WindowSignal,
+    WindowWait,
+)
 
+_KINDS: Final = WindowPut, WindowGet, WindowSignal, WindowWait, WindowFence  # in the order of ``_windows.c``
 CLOSE_SECONDS: Final = 5.0  # for the thread to finish its copy
 
 
@@ -83,6 +96,7 @@ class ShmWindow(BackendWindow):
         self._spin_policy = SpinPolicy()
         self._lane = OrderedExecutor(f"asynccomm-window-{layout.window.number}", 1)
         self._queued = 0  # jobs of the lane that are not done
+        self._fast: Any = None  # ``_core.FastWindow``
         self._applying = threading.Lock()  # held while an operation is applied, and while the lane's jobs are counted
         self._blocked: set[Work[Any]] = set()  # that must be settled without the event loop
         self._guests: list[GuestPart] = []
@@ -124,6 +138,34 @@ class ShmWindow(BackendWindow):
         for part in made._parts:
             part.decide()
         return made
+
+    def fast_path(self, calls: FastCalls | None) -> FastWindow | None:
+        signals = [part.signal_lock for part in self._parts]
+        if calls is None or any(signals):
+            return None
+        layout = self._layout
+        parts = [
+            (
+                layout.memory(rank),
+                nbytes,
+                layout.signals(rank),
+                [layout.bell(rank, bell) for bell in Bell],
+                self._mapping.bells[rank],
+            )
+            for rank, nbytes in enumerate(layout.window.sizes)
+        ]
+        self._fast = load_core().FastWindow(
+            calls,
+            self._mapping.segment.raw,
+            self._rank,
+            layout.window.number,
+            layout.window.signals,
+            self._inline_bytes,
+            parts,
+            _KINDS,
+            tuple(SignalCmpOp),
+        )
+        return self._fast  # type: ignore[no-any-return]
 
     def memory(self, rank: int) -> Tensor:
         return self._parts[rank].memory
@@ -190,7 +232,7 @@ class ShmWindow(BackendWindow):
                 lock.leave()
 
     def _queue(self, submission: Submission, lock: BakeryLock | None, *, taken: bool) -> None:
-        self._queued += 1
+        self._count(1)
         self._lane.put("window", partial(self._job, submission, lock, taken))
 
     def _job(self, submission: Submission, lock: BakeryLock | None, taken: bool) -> None:
@@ -209,7 +251,12 @@ class ShmWindow(BackendWindow):
             self._settle(submission)
         finally:
             with self._applying:
-                self._queued -= 1
+                self._count(-1)
+
+    def _count(self, jobs: int) -> None:
+        self._queued += jobs
+        if self._fast is not None:
+            self._fast.queued = self._queued
 
     def _settle(self, submission: Submission) -> None:
         op = submission.op
@@ -293,6 +340,8 @@ class ShmWindow(BackendWindow):
 
     def abort(self) -> None:
         self._ended = True
+        if self._fast is not None:
+            self._fast.ended = True
         self._waits.end()
         for guest in self._guests:
             guest.end()

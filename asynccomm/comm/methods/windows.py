@@ -71,7 +71,8 @@ class Windows(CommBase):
         made = self._make(number, given, timeout)
         info, backend = await shielded_acquire(made, lambda made: made[1].abort())
         shape = None if like is None else (like.shape, like.dtype)
-        return Window(self._submitter, info, backend, shape, partial(self._call, None, None, None, _BARRIER))
+        barrier = partial(self._call, None, None, None, _BARRIER)
+        return Window(self._submitter, info, backend, backend.fast_path(self._fast), shape, barrier)
 
     def _check_windows(self) -> None:
         """Raise NotImplementedError if the backend has no windows: all ranks do."""

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -183,3 +184,25 @@ def test_mappings_are_made_once_and_given_up_when_there_are_many(monkeypatch: py
         assert all(torch.equal(tensor, torch.full((size,), 2.0 * seq + 1)) for tensor in tensors)
         assert all(len(mapped) <= 5 for mapped in world[0].board.peers._mapped)
     assert arena().nbytes <= 3 * (4 << 20)
+
+
+@pytest.mark.parametrize("kind", [ops.AllReduce, ops.Reduce])
+def test_large_reductions_lend_from_a_larger_size_on(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    monkeypatch.setattr(lowering, "LENT_BYTES", 1024)
+    world = executors(2)
+    root = (0,) if kind is ops.Reduce else ()
+    for n, lends in [(2048, False), (4095, False), (4096, True)]:
+        for group, each in zip(groups(2), world, strict=True):
+            call = kind.of(group, lent(torch.zeros(n)), *root, ReduceOp.SUM)
+            program = lowering.lowered(each, submission(call, 0), 4096).compiled.program
+            assert (program.lending is not None) == lends, n
+
+
+def test_a_reduction_on_shared_tensors_below_that_size_is_right() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "LENT_BYTES", 1024)
+        reduced = [lent(torch.arange(3000.0) * (rank + 1)) for rank in range(3)]
+        calls = [submission(ops.AllReduce.of(g, reduced[g.rank], ReduceOp.SUM), 0) for g in GROUPS]
+        interleave(executors(3), [[call] for call in calls], 0, random.Random(3))
+    for tensor in reduced:
+        assert torch.equal(tensor, 6.0 * torch.arange(3000))

@@ -108,14 +108,15 @@ def test_exchange(n: int) -> None:
 @cases("n", [0, 1, 7, 24, 25, 64, 1000])
 @cases("parts", [False, True])
 @cases("own", [False, True])
-def test_reduce(size: int, n: int, parts: bool, own: bool) -> None:
+@cases("lends", [False, True])
+def test_reduce(size: int, n: int, parts: bool, own: bool, lends: bool) -> None:
     world = executors(size, chunk=4096 if not parts else 1024)
     tensors = [torch.arange(n) * (rank + 1.0) for rank in range(size)]
     want = torch.arange(n) * float(sum(range(1, size + 1)))
 
     def one(rank: int) -> Progress:
         made = (
-            reduced_in_parts(rank, size, 4 * n, 1024, takes=True, own=own)
+            reduced_in_parts(rank, size, 4 * n, 1024, takes=True, own=own, lends=lends)
             if parts
             else program(1, combined(rank, size, 4 * n, takes=True, inline=own and n <= 24))
         )
