@@ -197,10 +197,13 @@ class Submitter:
         """Number ``call`` and hand it to ``window``, also in a scope. From any thread."""
         site = call_site(DEPTH) if self.records_sites else None
         limit = self._checked(timeout, None)
+        self.watchers.before(call.op)
         with self.lock:
             self.check_open()
             work = self._work(call, limit, site, window)
             self._send_one(call, work, target=window)
+            if self.watchers.all:
+                self.watchers.called(call, work)
         return work
 
     def _send_one(self, call: Call, work: Work[Any], run: object = None, target: BackendWindow | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, CollectiveTimeoutError, Comm, MemoryStore, join_comm, new_comm
+from asynccomm import AbortedError, CollectiveTimeoutError, Comm, MemoryStore, SignalCmpOp, join_comm, new_comm
 from asynccomm.observe.events import Event, EventStream
 from asynccomm.observe.watchers import NOTED
 from asynccomm.testing.local import loopback_world
@@ -296,3 +296,17 @@ async def test_a_stream_has_one_reader() -> None:
             await first
         await comm.barrier()
         assert (await anext(stream)).kind == "call"
+
+
+@pytest.mark.ranks(1)
+async def test_operations_on_windows_are_events(comm: Comm) -> None:
+    async with await comm.window(64, signals=1) as window:
+        stream = comm.events()
+        await window.put(torch.ones(4), 0)
+        await window.put(torch.ones(4, 2)[:, 0], 0)  # not contiguous: the ordinary path
+        await window.accumulate(torch.ones(4), 0)
+        await window.wait_signal(0, 0, SignalCmpOp.EQ)
+        events = await read(stream)
+    done = [(event.op.kind, event.seq, event.nbytes) for event in events if event.op and event.kind == "completion"]
+    assert done == [("put", 0, 16), ("put", 1, 16), ("accumulate", 2, 16), ("wait_signal", 3, 0)]
+    assert len([event for event in events if event.kind == "call"]) == 4

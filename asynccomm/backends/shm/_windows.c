@@ -230,6 +230,7 @@ static int apply(FastWindow *w, int kind, Operation *op, Tensors *tensors, PyObj
     PyObject *description = described(w, kind, op), *result = op->tensor ? op->tensor : Py_None, *call = NULL;
     if (description)
         *work = (PyObject *)core_finished_work(w->path, description, seq, result, site, started, &call);
+    if (call) core_note(w->path, call);
     Py_XDECREF(description);
     Py_XDECREF(call);
     return 1;
