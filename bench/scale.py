@@ -27,9 +27,10 @@ from simulation import Network, SimulatedStore, StoreServer, Tree, run
 
 from asynccomm.control.fingerprints import Fingerprint, FingerprintTable
 from asynccomm.control.membership.coordinator import Coordinator, Letter
-from asynccomm.control.membership.messages import Commit, Finalized, ParticipantId, Prepare, Retry
+from asynccomm.control.membership.messages import Commit, Finalized, Prepare, Retry
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import ALL, News
+from asynccomm.control.runs import ParticipantId
 from asynccomm.control.transport import schema
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.rendezvous import handshake

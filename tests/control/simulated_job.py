@@ -12,12 +12,12 @@ from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
     Excluded,
-    ParticipantId,
     Prepare,
     Rejected,
     Retry,
     StatusReport,
 )
+from asynccomm.control.runs import ParticipantId
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.transport.schema import dumps, loads
 

@@ -381,7 +381,7 @@ GOOD: JsonObject = {"to": ALL, "source": 1, "body": {"kind": "Presence"}}
         {**GOOD, "source": 77},
         {**GOOD, "to": "everybody"},
         {**GOOD, "body": {"kind": "Nonsense"}},
-        {**GOOD, "body": {"kind": "Departure", "rank": 77, "reason": ""}},
+        {**GOOD, "body": {"kind": "Departure", "ranks": [77], "reason": ""}},
         {**GOOD, "body": {"kind": "Heartbeat", "ages": {"2": -1}}},
     ],
 )

@@ -12,12 +12,12 @@ from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
     Excluded,
-    ParticipantId,
     ParticipantState,
     Rejected,
     Retry,
     StatusReport,
 )
+from asynccomm.control.runs import ParticipantId, compact_ranks
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import Heartbeat, OrderMessage, ParticipantReport
 from asynccomm.control.timing import LINGER_SECONDS, REACH_SECONDS, SILENT_SECONDS
@@ -47,7 +47,7 @@ class Joiner:
     ) -> None:
         self._name = name
         self._key = key
-        self._ranks = list(ranks)
+        self._ranks = compact_ranks(ranks)
         self._contacts = sorted((c for c in contacts if c.listens), key=lambda contact: contact.rank)
         self._tokens = tokens
         self._thread: ControlThread = control_thread()

@@ -21,11 +21,12 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    ParticipantId,
     Rejected,
     Retry,
+    describe_many,
     describe_participant,
 )
+from asynccomm.control.runs import ParticipantId, RankRuns, compact_ranks, distinct, expand_ranks
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import ROOT, OrderMessage, ParticipantReport, ReportRequest
 from asynccomm.control.router import Router
@@ -54,7 +55,7 @@ class _Participation:
         self, participant: Participant, ranks: Sequence[int], on_order: Callable[[CoordinatorOrder], object]
     ) -> None:
         self.participant = participant
-        self.ranks = list(ranks)
+        self.ranks = compact_ranks(ranks)
         self.on_order = on_order
 
 
@@ -127,13 +128,13 @@ class MembershipService:
         """Leave the agreement for good: the others may have gone on without this rank."""
         self._participations.pop(key, None)
         self._mark_excluded(key, "it has withdrawn")
-        self._router.send(ROOT, ParticipantReport(key, [], None, left=True))
+        self._router.send(ROOT, ParticipantReport(key, (), None, left=True))
         self._notify()
 
-    def on_followed(self, key: str, members: Collection[object]) -> None:
+    def on_followed(self, key: str, members: Collection[int]) -> None:
         """Message that ``members`` have continued the comm ``key`` as another comm, and leave the channel."""
-        if self._router.rank not in members:
-            self._exclude(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
+        if self._router.rank not in members and key not in self._out:
+            self._exclude(key, f"ranks {describe_many(sorted(members))} have gone on")
 
     def _exclude(self, key: str, why: str) -> None:
         self._mark_excluded(key, why)
@@ -168,7 +169,7 @@ class MembershipService:
         participation = self._participations.get(key)
         report = None if participation is None else participation.participant.report()
         if report is not None or even_nothing:
-            ranks = [] if participation is None else participation.ranks
+            ranks = () if participation is None else participation.ranks
             self._router.send(ROOT, ParticipantReport(key, ranks, report))
 
     def on_order(self, source: int, message: OrderMessage) -> None:
@@ -194,7 +195,7 @@ class MembershipService:
         if key in self._participations or (key not in self._out and known(key)):
             self._report(key, even_nothing=True)
         else:
-            self._router.send(ROOT, ParticipantReport(key, [], None, left=True))
+            self._router.send(ROOT, ParticipantReport(key, (), None, left=True))
 
     # -- this rank coordinates ----------------------------------------------------------------------------------------
 
@@ -218,11 +219,11 @@ class MembershipService:
             return
         self._advance_soon(key)
 
-    def _coordinate(self, key: str, ranks: Sequence[int]) -> Coordinator:
-        router = self._router
+    def _coordinate(self, key: str, listed: RankRuns) -> Coordinator:
+        router, ranks, members = self._router, expand_ranks(listed), distinct(listed)
         successor = router.rank != self._first_root
         gone: Mapping[ParticipantId, str] = {
-            r: "was lost" if how else "has left" for r, how in router.gone.items() if r in ranks
+            r: "was lost" if how else "has left" for r, how in router.gone.items() if r in members
         }
         coordinator = Coordinator(router.rank, ranks, patience=PATIENCE_SECONDS, successor=successor, gone=gone)
         for rank in self._left.pop(key, ()):

@@ -15,7 +15,6 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    ParticipantId,
     ParticipantState,
     Prepare,
     Rejected,
@@ -23,6 +22,7 @@ from asynccomm.control.membership.messages import (
     StatusReport,
     View,
 )
+from asynccomm.control.runs import ParticipantId
 from asynccomm.control.membership.service import MembershipService
 from asynccomm.control.messages import Body, OrderMessage, ParticipantReport, Presence, ReportRequest
 from asynccomm.control.router import Router
@@ -95,8 +95,9 @@ class Rank:
             case Presence():
                 self.service.on_presence(source)
 
-    def gone(self, rank: int, how: str) -> None:
-        self.service.on_departure(rank, how)
+    def gone(self, ranks: Sequence[int], how: str) -> None:
+        for rank in ranks:
+            self.service.on_departure(rank, how)
         self.job.loop.call_soon(self.job.climb, self)
         if self.router.is_root:
             self.job.loop.call_soon(self.service.on_attached)
