@@ -129,7 +129,7 @@ def closing(network: Network) -> list[Row]:
     rows = []
 
     def close(rank: int) -> None:
-        tree.routers[rank].send(ALL, News("main", {"rank": rank, "kind": "closed"}), patient=True)
+        tree.routers[rank].send(ALL, News("main", {"kind": "closed"}), patient=True)
 
     for name, step in (("all close a comm", close), ("all leave the job", tree.leave)):
         tree.handled, tree.nbytes = [0] * network.ranks, 0

@@ -1,7 +1,7 @@
 """Messages that a node sends at once: equal ones become one message, and short ones travel as one batch. Pure.
 
-Usually all ranks close a comm, or leave, at about the same time. Their messages differ only by the source, or by the rank
-that leaves, so the news of thousands of ranks are a few messages with lists of ranks (``runs``).
+Usually all ranks close a comm, or leave, at about the same time. Their messages differ only by the source, or by the
+rank that leaves, so the news of thousands of ranks are a few messages with lists of ranks (``runs``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from asynccomm.control.messages import ALL, Departure, MessageBatch, News, Presence, RoutedMessage
+from asynccomm.control.messages import Departure, MessageBatch, News, Presence, RoutedMessage
 from asynccomm.control.runs import compact_ranks, expand_ranks
 
 BATCHED: Final = 2048  # messages in a batch at most: some 400 KB

@@ -5,10 +5,10 @@ down the whole tree, so all ranks receive such messages in the same order. Each 
 below it from their Presence messages.
 
 Each rank that leaves, a comm or the job, messages that to all, and usually all ranks leave at about the same time. Such
-messages are *patient*: the root sends them as one batch when none has come for ``PATIENT_SECONDS``, and a few such times
-after the first at the latest. One message to each rank for each rank that leaves would be too many. The root has
-acknowledged leaves that wait. It therefore *entrusts* each waiting message to its heir, the next root, at once: if the
-root is lost, the heir sends the messages.
+messages are *patient*: the root sends them as one batch when none has come for ``PATIENT_SECONDS``, and after
+``PATIENT_TIMES`` as long at the latest. One message to each rank for each rank that leaves would be too many. The root
+has acknowledged leaves that wait. It therefore *entrusts* each waiting message to its heir, the next root, at once: if
+the root is lost, the heir sends the messages.
 
 While ranks go, a node may be without a route until it reconnects. Each sender therefore numbers its messages to all,
 and repeats each message until the root has returned it; each node keeps the last ``LOGGED`` messages to all for ranks
@@ -21,9 +21,11 @@ ranks connected to it have acknowledged the leave; without that, a peer could ta
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Final, Protocol, final
 
 from msgspec.structs import replace
@@ -41,7 +43,7 @@ from asynccomm.control.messages import (
     Presence,
     RoutedMessage,
 )
-from asynccomm.control.runs import compact_ranks, distinct
+from asynccomm.control.runs import compact_ranks, distinct, expand_ranks
 from asynccomm.control.transport.schema import JsonObject, MessageError, decode, shown
 from asynccomm.control.transport.topology import Topology
 
@@ -190,8 +192,10 @@ class Router:
 
     def _new_sources(self, message: RoutedMessage, number: int) -> list[int]:
         """The sources from which a message with ``number`` is new."""
-        last = self._last
-        return [source for source in message.sources if last.get(source, 0) < number]
+        last, sources = self._last, message.sources
+        if min(map(last.get, sources, itertools.repeat(0))) >= number:  # of thousands of sources, usually all or none
+            return []
+        return [source for source in sources if last.get(source, 0) < number]
 
     def _loses_above(self, body: Body) -> bool:
         """Whether ``body`` says that the rank above is lost: then the message cannot pass over that rank."""
@@ -244,14 +248,18 @@ class Router:
 
     def _entrust(self, messages: Sequence[RoutedMessage]) -> None:
         """Give messages that wait here, at the root, to the heir, which is directly below."""
+        link = self._links.get(self._next_root())
+        if link is not None:
+            self._send_together(link, [replace(message, held=True) for message in messages])
+
+    def _next_root(self) -> int:
+        """The heir of this rank; -1: there is none."""
         if self._heir < 0 or self._heir in self.gone:
             try:
                 self._heir = self.topology.root(self.gone, max(self.rank, self._heir))
             except ValueError:
-                return
-        link = self._links.get(self._heir)
-        if link is not None:
-            self._send_together(link, [replace(message, held=True) for message in messages])
+                return -1
+        return self._heir
 
     def _hold(self, message: RoutedMessage) -> None:
         """Keep a message for the case that the root is lost before it sends the message."""
@@ -268,13 +276,16 @@ class Router:
     def _inherit(self) -> None:
         """Send the messages that the lost root has not sent."""
         held, self._held = self._held, []
+        left: set[int] = set()
         for message in held:
-            if self._is_known(message):
-                continue
-            if self._leaving:
-                self._spread(replace(message, held=False))  # to the next heir, too
-            else:
-                self._route(replace(message, held=False), None)
+            if isinstance(message.body, Departure):
+                left |= {*expand_ranks(message.body.ranks)} - self.gone.keys()
+            elif not self._is_known(message):
+                send = self._spread if self.is_root and self._leaving else partial(self._route, came_by=None)
+                send(replace(message, held=False))
+        if left:
+            self._mark_gone(left, "")
+            (self._spread if self.is_root else self._forward_down)(self._gone_message(sorted(left), "", ALL))
 
     def _route_again(self) -> None:
         """Send all messages that had no route, or that may have been lost with a connection."""
@@ -369,6 +380,8 @@ class Router:
         source, body = message.source, message.body
         if source not in self.topology.contacts or not distinct(message.also) <= self.topology.contacts.keys():
             raise MessageError(f"source {source} is no rank of the job, got {shown(message)}")
+        if isinstance(body, Departure) and not distinct(body.ranks) <= self.topology.contacts.keys():
+            raise MessageError(f"a departure is of ranks of the job, got {shown(message)}")
         if isinstance(body, DepartureAck):
             self._on_departure_ack(link)
             return
@@ -403,12 +416,15 @@ class Router:
         else:
             return  # from a dropped connection
         self._route(message, link, forwarded=forwarded)
+        if below is not None and isinstance(body, Departure) and not self.is_root:
+            # the root may leave before it has read this: the next root learns of it from this node
+            self._mark_gone([rank for rank in distinct(body.ranks) if rank != self.rank], body.reason)
 
     def _on_leave(self, rank: int, link: Transport) -> None:
         """Handle the orderly leave of ``rank``, directly below this node: its last message."""
-        self._mark_gone([rank], "")
         if self._leaving or not self.is_root:  # this node may go, too, before the root sends the news
             (self._spread if self.is_root else self._forward_down)(self._gone_message([rank], "", ALL))
+        self._mark_gone([rank], "")
         if not self._leaving:  # else the next root must receive the leave, too
             self._drop_link(link)
             link.send(RoutedMessage(rank, self.rank, DepartureAck()))
@@ -502,16 +518,16 @@ class Router:
 
     def _on_departure(self, to: Address, departure: Departure) -> None:
         ranks, how = distinct(departure.ranks), departure.reason
-        if not ranks <= self.topology.contacts.keys():
-            raise MessageError(f"a departure is of ranks of the job, got {shown(departure)}")
         if how and to != ROOT and self.rank in ranks:
             self.fence(how)
         new = sorted(rank for rank in ranks if rank not in self.gone and rank != self.rank)
         if new:
-            self._mark_gone(new, how)
-            if to == ROOT:
-                message = self._gone_message(new, how, ALL)
+            message = self._gone_message(new, how, ALL)
+            if to == ROOT and not how:
                 (self._spread if self.is_root else self._forward_down)(message)
+            self._mark_gone(new, how)
+            if to == ROOT and how:
+                self._forward_down(message)
 
     def _forward_down(self, message: RoutedMessage | MessageBatch) -> None:
         if self._patient:
@@ -528,7 +544,8 @@ class Router:
         ranks = [rank for rank in ranks if rank not in self.gone]
         if not ranks:
             return
-        was_root = self.is_root
+        was_root, root = self.is_root, self._root
+        heir = self._next_root() if self._patient else -1
         self._departures.clear()
         for rank in ranks:
             self.gone[rank] = how
@@ -543,8 +560,8 @@ class Router:
             self.up.close()
             self.up = self._up_rank = None
         self._notify_gone(ranks, how)
-        if self._patient and self._heir in self.gone:
-            self._entrust(self._patient)
+        if heir in ranks:  # when this rank is lost, all look for that one, and must know that it has left
+            self._send_patient()
         if self.is_root and not was_root:
             now = time.monotonic()
             for other in self.topology.contacts:  # all connect here now; an absent rank is silent from now on
@@ -552,8 +569,9 @@ class Router:
                     self.last_heard.setdefault(other, now)
             for frame in batches(self._all_gone(ALL)):  # the last root may have reached some ranks only
                 self._forward_down(frame)
-            self._inherit()
             self._route_again()
+        if root in self.gone:
+            self._inherit()
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------
 

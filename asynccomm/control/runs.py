@@ -1,8 +1,8 @@
-"""Lists of ranks as short messages: at least three ranks at equal distances are a *run*, written ``[first, count, step]``.
+"""Lists of ranks in messages: three or more ranks at equal distances are a *run*, written ``[first, count, step]``.
 
 The survivors of a loss, the ranks that leave together and the ranks of a split comm are a few runs, whatever their
-number. Without runs, each of many ranks would send and receive lists of all. A list has one compact form, so the compact
-forms of equal lists are equal; the order of the list is kept, and names of newcomers are items of their own.
+number. Without runs, each of many ranks would send and receive lists of all. A list has one compact form, so the
+compact forms of equal lists are equal; the order of the list is kept, and names of newcomers are items of their own.
 """
 
 from __future__ import annotations

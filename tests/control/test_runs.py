@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynccomm.control.runs import MAX_LISTED, MAX_RANK, RankRuns, Run, Runs, compact, compact_ranks, expand, expand_ranks
+from asynccomm.control.runs import (
+    MAX_LISTED,
+    MAX_RANK,
+    RankRuns,
+    Run,
+    Runs,
+    compact,
+    compact_ranks,
+    expand,
+    expand_ranks,
+)
 from asynccomm.control.transport.schema import MessageError, decode, dumps, loads
 from tests.cases import cases
 

@@ -17,9 +17,9 @@ from asynccomm.control.membership.messages import (
     Retry,
     StatusReport,
 )
-from asynccomm.control.runs import ParticipantId, compact_ranks
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import Heartbeat, OrderMessage, ParticipantReport
+from asynccomm.control.runs import ParticipantId, compact_ranks
 from asynccomm.control.timing import LINGER_SECONDS, REACH_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect
 from asynccomm.control.transport.schema import JsonObject, decode

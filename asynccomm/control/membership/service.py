@@ -26,14 +26,16 @@ from asynccomm.control.membership.messages import (
     describe_many,
     describe_participant,
 )
-from asynccomm.control.runs import ParticipantId, RankRuns, compact_ranks, distinct, expand_ranks
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import ROOT, OrderMessage, ParticipantReport, ReportRequest
 from asynccomm.control.router import Router
+from asynccomm.control.runs import ParticipantId, RankRuns, compact_ranks, distinct, expand_ranks
 from asynccomm.control.timing import PATIENCE_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.schema import MessageError
 
 ORDERS: Final = 1024  # comms that each table keeps
+PAUSE: Final = 4  # a step of a coordinator is followed by a pause of this many times its CPU time
+LONG_STEP: Final = 0.001  # seconds of CPU time; shorter steps need no pause
 
 _log = logging.getLogger("asynccomm")
 
@@ -81,6 +83,7 @@ class MembershipService:
         self._left: dict[str, set[int]] = {}  # comms without a coordinator, and the ranks that left them
         self._changed: asyncio.Future[None] | None = None
         self._advancing: set[str] = set()  # comms with a step of the coordinator in this iteration
+        self._spent: dict[str, float] = {}  # CPU seconds of the last step of each coordinator
         self._last_tick = math.inf  # time of the last tick()
         self._closed = False
 
@@ -240,10 +243,17 @@ class MembershipService:
                 self._router.send(rank, ReportRequest(key))
 
     def _advance_soon(self, key: str) -> None:
-        """Send orders once in this iteration of the loop: a step of the coordinator costs time for each rank."""
+        """Send orders, at most once in an iteration of the loop, and after a pause if the last step was long.
+
+        A step of the coordinator costs time for each rank, and each of many ranks reports several times.
+        """
         if key not in self._advancing:
             self._advancing.add(key)
-            self._loop.call_soon(self._advance, key)
+            spent = self._spent.get(key, 0.0)
+            if spent < LONG_STEP:
+                self._loop.call_soon(self._advance, key)
+            else:
+                self._loop.call_later(PAUSE * spent, self._advance, key)
 
     def _advance(self, key: str) -> None:
         """Send the orders of the coordinator, and run again when the coordinator is due."""
@@ -254,7 +264,11 @@ class MembershipService:
         coordinator = self._coordinators.get(key)
         if coordinator is None or self._closed:
             return  # dropped by _limit, or closed
-        for who, order in coordinator.advance(time.monotonic()):
+        begin = time.thread_time()
+        orders = coordinator.advance(time.monotonic())
+        self._spent[key] = time.thread_time() - begin
+        _limit(self._spent)
+        for who, order in orders:
             if isinstance(who, int):
                 self._router.send(who, OrderMessage(key, order))
             else:
