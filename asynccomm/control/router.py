@@ -545,7 +545,7 @@ class Router:
         if not ranks:
             return
         was_root, root = self.is_root, self._root
-        heir = self._next_root() if self._patient else -1
+        heirs = {self._next_root(), self.topology.next_leader(self.rank, self.gone)} if self._patient else set()
         self._departures.clear()
         for rank in ranks:
             self.gone[rank] = how
@@ -560,7 +560,7 @@ class Router:
             self.up.close()
             self.up = self._up_rank = None
         self._notify_gone(ranks, how)
-        if heir in ranks:  # when this rank is lost, all look for that one, and must know that it has left
+        if not heirs.isdisjoint(ranks):  # others look for that rank when this one is lost, and must know that it left
             self._send_patient()
         if self.is_root and not was_root:
             now = time.monotonic()

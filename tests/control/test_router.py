@@ -239,29 +239,44 @@ def test_leaving_waits_until_those_below_have_heard() -> None:
 def test_a_leave_that_only_the_root_has_heard_of_is_known_to_its_heir(
     hosts: str, seed: int, data: st.DataObject
 ) -> None:
-    tree = Tree("a" + hosts + "bd", seed)
+    last = len(hosts) + 2
+    leave_before_the_root_is_lost(
+        Tree("a" + hosts + "bd", seed), data.draw(st.lists(st.integers(1, last - 1), unique=True, max_size=last - 1))
+    )
+
+
+@pytest.mark.parametrize(("hosts", "leaving"), [("abcd", 1), ("aabd", 1), ("acaabd", 2), ("acaabd", 4)])
+def test_all_know_at_once_that_the_heir_or_the_next_leader_has_left(hosts: str, leaving: int) -> None:
+    leave_before_the_root_is_lost(Tree(hosts), [leaving])
+
+
+def leave_before_the_root_is_lost(tree: Tree, leaving: list[int]) -> None:
     tree.settle()
-    root, last = tree.places[0], len(tree.places) - 1
-    leaving = data.draw(st.lists(st.integers(1, last - 1), unique=True, max_size=last - 1))
-    tree.places[last].router.send(ALL, News("comm", {"what": "the news after which others wait"}), patient=True)
-    while not root.waiting:
-        receive_one(tree, root)
+    root, last = tree.places[0], tree.places[-1]
+    last.router.send(ALL, News("comm", {"what": "the news after which others wait"}), patient=True)
+    receive_all(tree)
+    assert root.waiting
     for rank in leaving:
         tree.places[rank].leave()
         while not tree.places[rank].router.leave_acknowledged:
-            receive_one(tree, *tree.places)
+            tree.choice.choice(soon(tree.places))()
         tree._gone(tree.places[rank])
+    receive_all(tree)
     root.kill()
     tree.settle()
     check_all_know(tree, {0}, set(leaving))
 
 
-def receive_one(tree: Tree, *places: Place) -> None:
-    """Have one of ``places`` receive a message, or connect; no time passes."""
+def soon(places: list[Place]) -> list[Callable[[], object]]:
+    """What happens before any time passes: ranks connect, and receive what is on its way."""
     steps = [partial(place.receive, end) for place in places if place.runs for end in place.ends if end.coming]
     unconnected = [place for place in places if place.runs and place.router.up is None]
-    steps += [place.climb for place in unconnected if place.router.above is not None]
-    tree.choice.choice(steps)()
+    return [*steps, *(place.climb for place in unconnected if place.router.above is not None)]
+
+
+def receive_all(tree: Tree) -> None:
+    while steps := soon(tree.places):
+        tree.choice.choice(steps)()
 
 
 def test_an_heir_keeps_what_waits_and_forgets_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,8 +285,7 @@ def test_an_heir_keeps_what_waits_and_forgets_what_was_sent(monkeypatch: pytest.
     root, heir = tree.places[0], tree.places[1]
     for number in range(4):
         tree.places[2].router.send(ALL, News("comm", {"what": number}), patient=True)
-        while any(end.coming for place in tree.running for end in place.ends):
-            receive_one(tree, *tree.running)
+        receive_all(tree)
     assert [len(each.router._held) for each in tree.places] == [0, 3, 0, 0], "the first did not wait"
     assert heir.news() == [0]
     tree.settle()

@@ -62,6 +62,10 @@ class Topology:
         leader = _first(self._hosts[self.contacts[rank].host], gone)
         return root if leader == rank else leader
 
+    def next_leader(self, rank: int, gone: Collection[int]) -> int | None:
+        """The leader of the host of ``rank``, its leader, once that is gone; None: there is no other rank."""
+        return next((r for r in self._hosts[self.contacts[rank].host] if r > rank and r not in gone), None)
+
     def below(self, rank: int, gone: Collection[int]) -> Iterator[int]:
         """The ranks that connect to ``rank``."""
         host = self.contacts[rank].host
