@@ -36,7 +36,7 @@ from asynccomm.control.messages import (
 from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.requests import Requests
 from asynccomm.control.router import PATIENT_SECONDS, Router
-from asynccomm.control.runs import RankRuns, distinct
+from asynccomm.control.runs import RankRuns, distinct_ranks
 from asynccomm.control.subscribers import Subscriber, Subscribers
 from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS
 from asynccomm.control.transport.connection import Connection, Look, Tokens
@@ -316,7 +316,7 @@ class ControlChannel:
             self.service.on_left(key, rank)
             self._fingerprints.forget(key)
         if item.get("kind") == "followed":
-            self.service.on_followed(key, distinct(decode(RankRuns, item.get("members"))))
+            self.service.on_followed(key, distinct_ranks(decode(RankRuns, item.get("members"))))
         if rank != self.rank:
             self._members.on_news(key, rank, item)
 

@@ -43,7 +43,7 @@ from asynccomm.control.messages import (
     Presence,
     RoutedMessage,
 )
-from asynccomm.control.runs import compact_ranks, distinct, expand_ranks
+from asynccomm.control.runs import compact_ranks, distinct_ranks, expand_ranks
 from asynccomm.control.transport.schema import JsonObject, MessageError, decode, shown
 from asynccomm.control.transport.topology import Topology
 
@@ -187,7 +187,7 @@ class Router:
     def _has_passed(self, message: RoutedMessage) -> bool:
         """Whether a message from below is known here: a root has sent it, or this node sends it to the next root."""
         if message.to == ROOT:
-            return isinstance(message.body, Departure) and distinct(message.body.ranks) <= self.gone.keys()
+            return isinstance(message.body, Departure) and distinct_ranks(message.body.ranks) <= self.gone.keys()
         return message.to == ALL and message.number is not None and not self._new_sources(message, message.number)
 
     def _new_sources(self, message: RoutedMessage, number: int) -> list[int]:
@@ -199,7 +199,7 @@ class Router:
 
     def _loses_above(self, body: Body) -> bool:
         """Whether ``body`` says that the rank above is lost: then the message cannot pass over that rank."""
-        return isinstance(body, Departure) and bool(body.reason) and self._up_rank in distinct(body.ranks)
+        return isinstance(body, Departure) and bool(body.reason) and self._up_rank in distinct_ranks(body.ranks)
 
     def _broadcast(self, message: RoutedMessage, came_by: Transport | None) -> None:
         """Send a message to all ranks, at the root."""
@@ -270,7 +270,7 @@ class Router:
 
     def _is_known(self, message: RoutedMessage) -> bool:
         if isinstance(message.body, Departure):
-            return distinct(message.body.ranks) <= self.gone.keys()
+            return distinct_ranks(message.body.ranks) <= self.gone.keys()
         return self._has_passed(message)
 
     def _inherit(self) -> None:
@@ -378,9 +378,9 @@ class Router:
 
     def _take(self, link: Transport, message: RoutedMessage, *, forwarded: bool = False) -> None:
         source, body = message.source, message.body
-        if source not in self.topology.contacts or not distinct(message.also) <= self.topology.contacts.keys():
+        if source not in self.topology.contacts or not distinct_ranks(message.also) <= self.topology.contacts.keys():
             raise MessageError(f"source {source} is no rank of the job, got {shown(message)}")
-        if isinstance(body, Departure) and not distinct(body.ranks) <= self.topology.contacts.keys():
+        if isinstance(body, Departure) and not distinct_ranks(body.ranks) <= self.topology.contacts.keys():
             raise MessageError(f"a departure is of ranks of the job, got {shown(message)}")
         if isinstance(body, DepartureAck):
             self._on_departure_ack(link)
@@ -418,7 +418,7 @@ class Router:
         self._route(message, link, forwarded=forwarded)
         if below is not None and isinstance(body, Departure) and not self.is_root:
             # the root may leave before it has read this: the next root learns of it from this node
-            self._mark_gone([rank for rank in distinct(body.ranks) if rank != self.rank], body.reason)
+            self._mark_gone([rank for rank in distinct_ranks(body.ranks) if rank != self.rank], body.reason)
 
     def _on_leave(self, rank: int, link: Transport) -> None:
         """Handle the orderly leave of ``rank``, directly below this node: its last message."""
@@ -517,7 +517,7 @@ class Router:
         return self._departures[to]
 
     def _on_departure(self, to: Address, departure: Departure) -> None:
-        ranks, how = distinct(departure.ranks), departure.reason
+        ranks, how = distinct_ranks(departure.ranks), departure.reason
         if how and to != ROOT and self.rank in ranks:
             self.fence(how)
         new = sorted(rank for rank in ranks if rank not in self.gone and rank != self.rank)

@@ -1,7 +1,7 @@
 """Lists of ranks in messages: three or more ranks at equal distances are a *run*, written ``[first, count, step]``.
 
-The survivors of a loss, the ranks that leave together and the ranks of a split comm are a few runs, whatever their
-number. Without runs, each of many ranks would send and receive lists of all. A list has one compact form, so the
+The survivors of a loss, the ranks that leave together and the ranks of a split comm are a few runs, however many there
+are. Without runs, each of many ranks would send and receive lists of all. A list has one compact form, so the
 compact forms of equal lists are equal; the order of the list is kept, and names of newcomers are items of their own.
 """
 
@@ -71,6 +71,11 @@ def expand(runs: Iterable[ParticipantId | Run]) -> tuple[ParticipantId, ...]:
 def distinct(runs: Iterable[ParticipantId | Run]) -> frozenset[ParticipantId]:
     """The participants in the list. Raises: ValueError: it is too long."""
     return _read(tuple(runs)).distinct
+
+
+def distinct_ranks(runs: Iterable[Rank | Run]) -> frozenset[int]:
+    """As :func:`distinct`, of ranks alone."""
+    return distinct(runs)  # type: ignore[return-value]
 
 
 def expand_ranks(runs: Iterable[Rank | Run]) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from asynccomm.control.membership.messages import (
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import ROOT, OrderMessage, ParticipantReport, ReportRequest
 from asynccomm.control.router import Router
-from asynccomm.control.runs import ParticipantId, RankRuns, compact_ranks, distinct, expand_ranks
+from asynccomm.control.runs import ParticipantId, RankRuns, compact_ranks, distinct_ranks, expand_ranks
 from asynccomm.control.timing import PATIENCE_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.schema import MessageError
 
@@ -223,7 +223,7 @@ class MembershipService:
         self._advance_soon(key)
 
     def _coordinate(self, key: str, listed: RankRuns) -> Coordinator:
-        router, ranks, members = self._router, expand_ranks(listed), distinct(listed)
+        router, ranks, members = self._router, expand_ranks(listed), distinct_ranks(listed)
         successor = router.rank != self._first_root
         gone: Mapping[ParticipantId, str] = {
             r: "was lost" if how else "has left" for r, how in router.gone.items() if r in members
