@@ -34,7 +34,7 @@ from asynccomm.backends.hierarchical import locality
 from asynccomm.control.fingerprints import Fingerprint, FingerprintTable
 from asynccomm.control.membership import participant as participant_side
 from asynccomm.control.membership.coordinator import Coordinator
-from asynccomm.control.membership.messages import Commit, Finalized, Prepare, Retry
+from asynccomm.control.membership.messages import Commit, Finalized, Prepare, Retry, check_proposal
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import ALL, News, OrderMessage, ParticipantReport
 from asynccomm.control.runs import ParticipantId, compact_ranks
@@ -232,7 +232,7 @@ def shrink(network: Network) -> Row:
         seconds += time.thread_time() - begin
         return letters
 
-    once = functools.lru_cache(maxsize=4)(participant_side.check_proposal)  # of the same list, by all ranks but rank 0
+    once = functools.lru_cache(maxsize=4)(check_proposal)  # of the same list, by all ranks but rank 0
     with _no_collections(), mock.patch.object(participant_side, "check_proposal", once):
         for rank, participant in living.items():
             participant.ask(ranks[:-1])
