@@ -4,34 +4,43 @@
 
 Nothing is started and no message travels: all ranks are in this process, in virtual time (``simulation.py``). The
 protocols are the package's own code. "requests" are those of a rank to the store, "messages" those that a rank receives
-on the control channel; both are given for the average rank and for the busiest node. The time is virtual but for agreed
-ordering and shrink, whose time is the CPU time of rank 0.
+on the control channel; both are given for the average rank and for the busiest node. The time is virtual but for rows
+with "CPU", whose time is the CPU time of rank 0, without garbage collections: these would visit all ranks. All ranks
+leave only up to ``--leaving`` ranks: the simulation then takes time in proportion to the square of their number.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 from unittest import mock
 
+import torch
 from agreed import simulate
 from report import Results, print_table
 from simulation import Network, SimulatedStore, StoreServer, Tree, run
 
+from asynccomm.backends.base import BackendContext, RankInfo
+from asynccomm.backends.hierarchical import locality
 from asynccomm.control.fingerprints import Fingerprint, FingerprintTable
-from asynccomm.control.membership.coordinator import Coordinator, Letter
-from asynccomm.control.membership.messages import Commit, Finalized, ParticipantId, Prepare, Retry
+from asynccomm.control.membership import participant as participant_side
+from asynccomm.control.membership.coordinator import Coordinator
+from asynccomm.control.membership.messages import Commit, Finalized, Prepare, Retry, check_proposal
 from asynccomm.control.membership.participant import Participant
-from asynccomm.control.messages import ALL, News
+from asynccomm.control.messages import ALL, News, OrderMessage, ParticipantReport
+from asynccomm.control.runs import ParticipantId, compact_ranks
 from asynccomm.control.transport import schema
 from asynccomm.control.transport.topology import RankAddress
+from asynccomm.ops.validation import CommInfo
 from asynccomm.rendezvous import handshake
 
 PATIENT: Final = 1e6  # seconds; deadlines count real time
@@ -74,6 +83,43 @@ def rendezvous(network: Network) -> Row:
         _, seconds = run(all_ranks())
     requests, nbytes = server.requests, server.nbytes
     return _row("rendezvous, store", network, requests / network.ranks, requests, nbytes / network.ranks, 1, seconds)
+
+
+def split(network: Network) -> Row:
+    """All ranks split off a comm of all: they find their hosts, and count themselves, at the store."""
+    server = StoreServer(network)
+    once = functools.lru_cache(maxsize=1)(schema.loads)
+    host = functools.lru_cache(maxsize=None)(locality.place_of)
+    hosts: set[tuple[tuple[int, ...], ...]] = set()
+
+    def loads(kind: Any, text: bytes | str) -> Any:
+        return once(kind, text)
+
+    async def join(rank: int) -> None:
+        member = RankInfo(rank, f"host{rank // network.per_host}", rank)
+        group = CommInfo("split", rank, network.ranks, torch.device("cpu"))
+        context = cast(BackendContext, _Context(group, SimulatedStore(server, rank), {rank: member}))
+        candidates = await locality.candidates(context)
+        hosts.add(await locality.agreed(context, candidates, ""))
+        await BackendContext.all_connected(context)
+
+    async def all_ranks() -> None:
+        await asyncio.gather(*[join(rank) for rank in range(network.ranks)])
+
+    with mock.patch.object(locality, "loads", loads), mock.patch.object(locality, "place_of", host):
+        _, seconds = run(all_ranks())
+    assert [len(found) for found in hosts] == [network.hosts]
+    requests, nbytes = server.requests, server.nbytes
+    return _row("split, store", network, requests / network.ranks, requests, nbytes / network.ranks, 1, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """The parts of a :class:`BackendContext` that finding the hosts uses."""
+
+    group: CommInfo
+    store: SimulatedStore
+    members: Mapping[int, RankInfo]
 
 
 def _row(
@@ -128,7 +174,7 @@ def closing(network: Network) -> list[Row]:
     rows = []
 
     def close(rank: int) -> None:
-        tree.routers[rank].send(ALL, News("main", {"rank": rank, "kind": "closed"}), patient=True)
+        tree.routers[rank].send(ALL, News("main", {"kind": "closed"}), patient=True)
 
     for name, step in (("all close a comm", close), ("all leave the job", tree.leave)):
         tree.handled, tree.nbytes = [0] * network.ranks, 0
@@ -147,58 +193,74 @@ def fingerprints(network: Network) -> Row:
     """The root compares one collective of all ranks."""
     table = FingerprintTable(network.ranks)
     fingerprint: Fingerprint = (0, 12345, 67890, 0)
-    begin = time.thread_time()
-    for rank in range(network.ranks):
-        assert table.take(rank, [fingerprint]) is None
-    seconds = time.thread_time() - begin
+    with _no_collections():
+        begin = time.thread_time()
+        for rank in range(network.ranks):
+            assert table.take(rank, [fingerprint]) is None
+        seconds = time.thread_time() - begin
     return _row("fingerprints, CPU", network, 1, network.ranks - 1, 0, 0, seconds)
 
 
 def ordering(network: Network) -> Row:
     """One round of agreed ordering with ten operations of each rank."""
-    round_ = simulate(network.ranks, 10, 2)
+    with _no_collections():
+        round_ = simulate(network.ranks, 10, 2)
     nbytes = round_.announcement_bytes + round_.decision_bytes
     return _row("agreed ordering, CPU", network, 1, network.ranks - 1, nbytes, 0, round_.council_us * 1e-6)
 
 
 def shrink(network: Network) -> Row:
-    """All ranks but one agree on the survivors."""
+    """All ranks but one agree on the survivors. The time includes reading reports and writing orders."""
     ranks = range(network.ranks)
+    known = frozenset(ranks)
     coordinator = Coordinator(0, ranks, gone={network.ranks - 1: "was lost"})
-    living: dict[ParticipantId, Participant] = {rank: Participant(rank, ranks) for rank in ranks[:-1]}
-    seconds, messages = 0.0, 0
+    living: dict[ParticipantId, Participant] = {rank: Participant(rank, known) for rank in ranks[:-1]}
+    seconds, messages, nbytes = 0.0, 0, 0
 
     def report(rank: ParticipantId) -> None:
-        nonlocal seconds, messages
+        nonlocal seconds, messages, nbytes
+        text = schema.dumps(ParticipantReport("main", compact_ranks(ranks), living[rank].report()))
         begin = time.thread_time()
-        coordinator.on_report(rank, living[rank].report(), 0.0)
+        coordinator.on_report(rank, schema.loads(ParticipantReport, text).report, 0.0)
         seconds += time.thread_time() - begin
-        messages += 1
+        messages, nbytes = messages + 1, nbytes + len(text)
 
-    def orders() -> list[Letter]:
+    def orders() -> list[tuple[ParticipantId, str]]:
         nonlocal seconds
         begin = time.thread_time()
-        letters = coordinator.advance(0.0)
+        letters = [(rank, schema.dumps(OrderMessage("main", order))) for rank, order in coordinator.advance(0.0)]
         seconds += time.thread_time() - begin
         return letters
 
-    for rank, participant in living.items():
-        participant.ask(None)
-        report(rank)
-    finished = 0
-    while letters := orders():
-        for rank, sent in letters:
-            order = living[rank].on_order(sent)
-            assert not isinstance(order, Retry)
-            if isinstance(order, Prepare):
-                living[rank].prepared(order.decision.key)
-                report(rank)
-            elif isinstance(order, Commit):
-                report(rank)
-            finished += isinstance(order, Finalized)
-            messages += 1
+    once = functools.lru_cache(maxsize=4)(check_proposal)  # of the same list, by all ranks but rank 0
+    with _no_collections(), mock.patch.object(participant_side, "check_proposal", once):
+        for rank, participant in living.items():
+            participant.ask(ranks[:-1])
+            report(rank)
+        finished = 0
+        while letters := orders():
+            for rank, text in letters:
+                order = living[rank].on_order(schema.loads(OrderMessage, text).order)
+                assert not isinstance(order, Retry)
+                if isinstance(order, Prepare):
+                    living[rank].prepared(order.decision.key)
+                    report(rank)
+                elif isinstance(order, Commit):
+                    report(rank)
+                finished += isinstance(order, Finalized)
+                messages, nbytes = messages + 1, nbytes + len(text)
     assert finished == network.ranks - 1
-    return _row("shrink, CPU", network, messages / network.ranks, messages, 0, 0, seconds)
+    return _row("shrink, CPU", network, messages / network.ranks, messages, nbytes / network.ranks, 0, seconds)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -233,6 +295,7 @@ def main() -> None:
     parser.add_argument("--remote-us", type=float, default=50, help="latency between hosts")
     parser.add_argument("--message-us", type=float, default=5, help="time of a node for a message")
     parser.add_argument("--gbit", type=float, default=10, help="bandwidth of a node per second")
+    parser.add_argument("--leaving", type=int, default=1000, help="ranks up to which all close and leave")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     if min(*args.ranks, args.per_host) < 1 or min(args.ranks) < 3:
@@ -247,7 +310,9 @@ def main() -> None:
                 message_us=args.message_us,
                 gbit=args.gbit,
             )
-            rows.add(rendezvous(network), *control(network), *closing(network))
+            rows.add(rendezvous(network), split(network), *control(network))
+            if ranks <= args.leaving:
+                rows.add(*closing(network))
             single: list[Callable[[Network], Row]] = [fingerprints, ordering, shrink]
             rows.add(*[protocol(network) for protocol in single])
 

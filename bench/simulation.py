@@ -196,7 +196,7 @@ class Tree:
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
 
-    def _gone(self, rank: int, how: str) -> None:
+    def _gone(self, ranks: Sequence[int], how: str) -> None:
         self.changed = self.now
 
     def _later(self, call: Callable[[], object]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,14 +23,15 @@ from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
     Excluded,
-    ParticipantId,
     Prepare,
     Rejected,
     Retry,
     View,
     describe_many,
 )
+from asynccomm.control.runs import ParticipantId, Runs, distinct, expand
 from asynccomm.control.timing import CONNECT_SECONDS
+from asynccomm.control.transport.schema import dumps, loads
 from asynccomm.core.tasks import detach, shielded
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError, QuorumError
 from asynccomm.ops.validation import CommInfo
@@ -360,10 +360,10 @@ async def _reservation(session: Session, decision: View) -> None:
     Raises: LeftOutError: other ranks have recorded their decision first.
     """
     room, key = session.identity.job.room, f"followed/{session.identity.key}"
-    ours, found = json.dumps(decision.members).encode(), b""
+    ours, found = dumps(decision.listed).encode(), b""
     while (before := found) != ours:
         found = await room.compare_set(key, before, ours)
-        if found != ours and not set(members := json.loads(found)) & set(decision.members):
+        if found != ours and distinct(decision.listed).isdisjoint(members := expand(loads(Runs, found))):
             raise LeftOutError(session.group.name, f"the comm goes on as {describe_many(members)}")
 
 

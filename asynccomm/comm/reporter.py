@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, final
 
+from msgspec import to_builtins
+
 from asynccomm.comm.flight import packed
 from asynccomm.comm.in_flight import RollCall
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
@@ -24,9 +26,10 @@ from asynccomm.comm.wire_errors import decode_error, encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.fingerprints import Fingerprint
+from asynccomm.control.runs import RankRuns, compact_ranks, expand_ranks
 from asynccomm.control.subscribers import EVERY
 from asynccomm.control.timing import PING_SECONDS
-from asynccomm.control.transport.schema import JsonObject
+from asynccomm.control.transport.schema import JsonObject, decode
 from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.hosts import host_name
 from asynccomm.core.stacks import format_stacks
@@ -158,13 +161,13 @@ class Reporter:
 
     def end(self) -> None:
         """Stop receiving messages, and notify the other ranks."""
-        item: JsonObject = {"rank": self._group.rank, "kind": "closed"}
+        item: JsonObject = {"kind": "closed"}  # without this rank: equal messages of many ranks travel as one
         submitter = self._submitter()
         error = None if submitter is None else submitter.error
         if isinstance(error, PeerLostError):  # the others may not see it: each rank has its own connections
             item |= {"lost": error.rank, "reason": error.detail}
         if self.followers is not None:
-            item = {"rank": self._group.rank, "kind": "followed", "members": self.followers}
+            item = {"kind": "followed", "members": to_builtins(compact_ranks(self.followers))}
         self._channel.unsubscribe(self._key, item)
 
     async def request(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, JsonObject]:
@@ -270,8 +273,8 @@ class Reporter:
         if item.get("kind") == "followed":
             self._closed.add(rank)
             self._wake_loop()
-            members = item.get("members")
-            if isinstance(members, list) and self._channel.rank not in members:
+            members = expand_ranks(decode(RankRuns, item.get("members")))
+            if self._channel.rank not in members:
                 others = [self._ranks[member] for member in members if member in self._ranks]
                 self._on_failure(AbortedError(rank, f"ranks {others} go on as another comm, without this rank"))
             return

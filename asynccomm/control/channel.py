@@ -36,6 +36,7 @@ from asynccomm.control.messages import (
 from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.requests import Requests
 from asynccomm.control.router import PATIENT_SECONDS, Router
+from asynccomm.control.runs import RankRuns, distinct_ranks
 from asynccomm.control.subscribers import Subscriber, Subscribers
 from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS
 from asynccomm.control.transport.connection import Connection, Look, Tokens
@@ -295,10 +296,11 @@ class ControlChannel:
             case Presence():
                 self.service.on_presence(source)
 
-    def _on_gone(self, rank: int, how: str) -> None:
-        self._members.on_departure(rank, how)
-        self._requests.on_departure(rank)
-        self.service.on_departure(rank, how)
+    def _on_gone(self, ranks: Sequence[int], how: str) -> None:
+        for rank in ranks:
+            self._members.on_departure(rank, how)
+            self._requests.on_departure(rank)
+            self.service.on_departure(rank, how)
         if self._router.fenced:
             for joiner in list(self._joiners.values()):
                 joiner.drop("the others go on without its rank")
@@ -313,9 +315,8 @@ class ControlChannel:
         if item.get("kind") == "closed":
             self.service.on_left(key, rank)
             self._fingerprints.forget(key)
-        members = item.get("members")
-        if item.get("kind") == "followed" and isinstance(members, list):
-            self.service.on_followed(key, members)
+        if item.get("kind") == "followed":
+            self.service.on_followed(key, distinct_ranks(decode(RankRuns, item.get("members"))))
         if rank != self.rank:
             self._members.on_news(key, rank, item)
 

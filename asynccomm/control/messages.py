@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal, TypeAlias, final
 
 from msgspec import Meta
+from msgspec.structs import force_setattr, replace
 
 from asynccomm.control.fingerprints import Fingerprint
 from asynccomm.control.membership.messages import CoordinatorOrder, StatusReport
+from asynccomm.control.runs import RankRuns, compact_ranks, expand_ranks
 from asynccomm.control.transport.schema import JsonObject, Message, TaggedMessage
 
 ALL: Final = "all"
@@ -31,10 +34,13 @@ class Heartbeat(TaggedMessage, frozen=True):
 
 @final
 class Departure(TaggedMessage, frozen=True):
-    """A rank is gone."""
+    """Ranks are gone."""
 
-    rank: int
+    ranks: RankRuns  #: in compact form
     reason: str  #: empty: an orderly leave
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "ranks", compact_ranks(self.ranks))
 
 
 @final
@@ -77,9 +83,12 @@ class ParticipantReport(TaggedMessage, frozen=True):
     """The state of a rank or newcomer in the agreement of a comm, to the root."""
 
     comm: str
-    ranks: list[int]  #: of the comm
+    ranks: RankRuns  #: of the comm, in compact form
     report: StatusReport | None
     left: bool = False  #: whether the sender takes no further part
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "ranks", compact_ranks(self.ranks))
 
 
 @final
@@ -129,6 +138,23 @@ class RoutedMessage(Message, frozen=True):
     body: Body
     number: int | None = None  #: counts the messages to all of their source
     patient: bool = False  #: whether a message to all may wait for others, to be sent with them
+    also: RankRuns = ()  #: further sources of the same message to all with the same number, in compact form
+    held: bool = False  #: whether the root has not sent the message to all yet; its heir keeps it
+
+    def __post_init__(self) -> None:
+        if self.also:
+            if self.to != ALL or self.number is None:
+                raise ValueError("only a numbered message to all has several sources")
+            force_setattr(self, "also", compact_ranks(self.also))
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """All sources."""
+        return (self.source, *expand_ranks(self.also)) if self.also else (self.source,)
+
+    def of(self, sources: Sequence[int]) -> RoutedMessage:
+        """The message of these sources."""
+        return replace(self, source=sources[0], also=tuple(sources[1:]))
 
 
 @final

@@ -5,8 +5,10 @@ down the whole tree, so all ranks receive such messages in the same order. Each 
 below it from their Presence messages.
 
 Each rank that leaves, a comm or the job, messages that to all, and usually all ranks leave at about the same time. Such
-messages are *patient*: the root sends those that come within ``PATIENT_SECONDS`` as one batch, which travels as one
-message. One message to each rank for each rank that leaves would be too many.
+messages are *patient*: the root sends them as one batch when none has come for ``PATIENT_SECONDS``, and after
+``PATIENT_TIMES`` as long at the latest. One message to each rank for each rank that leaves would be too many. The root
+has acknowledged leaves that wait. It therefore *entrusts* each waiting message to its heir, the next root, at once: if
+the root is lost, the heir sends the messages.
 
 While ranks go, a node may be without a route until it reconnects. Each sender therefore numbers its messages to all,
 and repeats each message until the root has returned it; each node keeps the last ``LOGGED`` messages to all for ranks
@@ -19,11 +21,16 @@ ranks connected to it have acknowledged the leave; without that, a peer could ta
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Final, Protocol, final
 
+from msgspec.structs import replace
+
+from asynccomm.control.batches import batches
 from asynccomm.control.messages import (
     ALL,
     ROOT,
@@ -36,13 +43,14 @@ from asynccomm.control.messages import (
     Presence,
     RoutedMessage,
 )
+from asynccomm.control.runs import compact_ranks, distinct_ranks, expand_ranks
 from asynccomm.control.transport.schema import JsonObject, MessageError, decode, shown
 from asynccomm.control.transport.topology import Topology
 
 KEPT: Final = 4096  # messages that wait for a connection to the rank above
 LOGGED: Final = 64  # messages to all that are kept for ranks that connect later
-PATIENT_SECONDS: Final = 0.05  # between batches of patient messages
-BATCHED: Final = 2048  # messages in a batch at most: some 400 KB
+PATIENT_SECONDS: Final = 0.05  # without further patient messages, until they are sent
+PATIENT_TIMES: Final = 8  # times PATIENT_SECONDS that a patient message waits at most
 
 
 class Transport(Protocol):
@@ -62,7 +70,8 @@ class Router:
     Args:
         topology: of the job.
         deliver: called with the source and the body of each message for this rank.
-        gone: called once with each rank that is gone, and the reason; an empty reason means an orderly leave.
+        gone: called once with each rank that is gone, among others that are gone for the same reason; an empty reason
+            means an orderly leave.
         later: calls its argument after ``PATIENT_SECONDS``; None: no message waits for others.
     """
 
@@ -71,7 +80,7 @@ class Router:
         rank: int,
         topology: Topology,
         deliver: Callable[[int, Body], object],
-        gone: Callable[[int, str], object],
+        gone: Callable[[Sequence[int], str], object],
         later: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
         self.rank = rank
@@ -83,13 +92,18 @@ class Router:
         self._deliver = deliver
         self._notify_gone = gone
         self._later = later
-        self._root = -1  # the root as of the last look
+        self._root = self._heir = -1  # the root, and this rank's heir, as of the last look
+        self._held: list[RoutedMessage] = []  # at the heir: messages to all that the root has not sent yet
+        self._held_checked = 0  # the number of them that were not known at the last look
         self._patient: list[RoutedMessage] = []  # at the root: messages to all that wait for others
         self._returned: list[RoutedMessage] = []  # messages to all that came again, to be returned to their senders
         self._pausing = False  # a batch was sent less than PATIENT_SECONDS ago
         self._up_rank: int | None = None
         self._down: dict[Transport, int] = {}  # connections from ranks below
+        self._links: dict[int, Transport] = {}  # the same by rank
         self._routes: dict[int, Transport] = {}  # towards each rank below
+        self._behind: dict[Transport, set[int]] = {}  # ranks that had their route by each connection
+        self._departures: dict[Address, list[RoutedMessage]] = {}  # messages about all ranks that are gone
         self._waiting: deque[RoutedMessage] = deque(maxlen=KEPT)
         self._sent = 0  # messages to all
         self._unacked: OrderedDict[tuple[int, int], RoutedMessage] = OrderedDict()  # sent up, not returned by the root
@@ -103,13 +117,15 @@ class Router:
     def is_root(self) -> bool:
         """Whether this rank is the root of the tree."""
         if self._root < 0 or self._root in self.gone:
-            self._root = self.topology.root(self.gone)
+            self._root = self.topology.root(self.gone, self._root)
         return self._root == self.rank
 
     @property
     def above(self) -> int | None:
         """The rank to connect to; None: this rank is the root, or its leave is acknowledged from above."""
-        return None if self._acknowledged_above else self.topology.above(self.rank, self.gone)
+        if self._acknowledged_above or self.is_root:
+            return None
+        return self.topology.above(self.rank, self.gone, self._root)
 
     @property
     def links(self) -> list[Transport]:
@@ -119,7 +135,7 @@ class Router:
     @property
     def absent(self) -> list[int]:
         """At the root: the ranks that are not gone, as far as this node can tell, and not connected."""
-        if not self.is_root or self._leaving:
+        if not self.is_root or self._leaving or 1 + len(self._routes) + len(self.gone) == len(self.topology.contacts):
             return []
         return [r for r in self.topology.contacts if r != self.rank and r not in self.gone and r not in self._routes]
 
@@ -145,8 +161,8 @@ class Router:
         elif to == ALL and came_by is not None and came_by is self.up:
             if not forwarded:
                 self._forward_down(message)
-            if self._is_new(message):
-                self._handle(message, came_by)
+            if (fresh := self._fresh(message)) is not None:
+                self._handle(fresh, came_by)
         elif to == ROOT and (self.is_root or self._loses_above(message.body)):
             self._handle(message, came_by)
         elif came_by is not None and self._has_passed(message):
@@ -156,9 +172,10 @@ class Router:
             self._send_patient()
             self._routes[to].send(message)
         elif to == ALL and message.number is not None:
-            self._unacked[message.source, message.number] = message
-            if len(self._unacked) > KEPT:
-                self._unacked.popitem(last=False)
+            for source in message.sources:
+                self._unacked[source, message.number] = message if not message.also else message.of([source])
+                if len(self._unacked) > KEPT:
+                    self._unacked.popitem(last=False)
             if self.up is not None:
                 self.up.send(message)
         elif self.up is not None:
@@ -170,20 +187,29 @@ class Router:
     def _has_passed(self, message: RoutedMessage) -> bool:
         """Whether a message from below is known here: a root has sent it, or this node sends it to the next root."""
         if message.to == ROOT:
-            return isinstance(message.body, Departure) and message.body.rank in self.gone
-        return message.to == ALL and message.number is not None and message.number <= self._last.get(message.source, 0)
+            return isinstance(message.body, Departure) and distinct_ranks(message.body.ranks) <= self.gone.keys()
+        return message.to == ALL and message.number is not None and not self._new_sources(message, message.number)
+
+    def _new_sources(self, message: RoutedMessage, number: int) -> list[int]:
+        """The sources from which a message with ``number`` is new."""
+        last, sources = self._last, message.sources
+        if min(map(last.get, sources, itertools.repeat(0))) >= number:  # of thousands of sources, usually all or none
+            return []
+        return [source for source in sources if last.get(source, 0) < number]
 
     def _loses_above(self, body: Body) -> bool:
         """Whether ``body`` says that the rank above is lost: then the message cannot pass over that rank."""
-        return isinstance(body, Departure) and bool(body.reason) and body.rank == self._up_rank
+        return isinstance(body, Departure) and bool(body.reason) and self._up_rank in distinct_ranks(body.ranks)
 
     def _broadcast(self, message: RoutedMessage, came_by: Transport | None) -> None:
         """Send a message to all ranks, at the root."""
-        if self._is_new(message):
-            self._spread(message)
-            self._handle(message, came_by)
-        elif came_by is not None:
-            self._returned.append(message)  # so that the sender sees its message return
+        fresh = self._fresh(message)
+        if fresh is not None:
+            self._spread(fresh)
+            self._handle(fresh, came_by)
+        if fresh is not message and came_by is not None:  # so that the senders see their message return
+            known = message.sources if fresh is None else [s for s in message.sources if s not in set(fresh.sources)]
+            self._returned.append(message.of(known))
 
     def _spread(self, message: RoutedMessage) -> None:
         """Send a message to all ranks below, at the root; a patient message may wait."""
@@ -191,17 +217,25 @@ class Router:
             self._forward_down(message)
             return
         self._patient.append(message)
-        if not self._pausing:
+        if self._pausing:
+            self._entrust([message])
+        else:
             self._send_batch(self._later)
 
     def _send_batch(self, later: Callable[[Callable[[], object]], object]) -> None:
         """Send the patient messages, and none for some time after."""
         self._send_patient()
         self._pausing = True
+        waiting = times = 0
 
         def resume() -> None:
-            self._pausing = False
-            if self._patient:
+            nonlocal waiting, times
+            before, waiting, times = waiting, len(self._patient), times + 1
+            if not waiting:
+                self._pausing = False
+            elif waiting > before and times < PATIENT_TIMES:
+                later(resume)
+            else:
                 self._send_batch(later)
 
         later(resume)
@@ -209,8 +243,49 @@ class Router:
     def _send_patient(self) -> None:
         """Send the patient messages; also before any other message, so that messages stay in order."""
         messages, self._patient = self._patient, []
-        for frame in _batches(messages):
+        for frame in batches(messages):
             self._forward_down(frame)
+
+    def _entrust(self, messages: Sequence[RoutedMessage]) -> None:
+        """Give messages that wait here, at the root, to the heir, which is directly below."""
+        link = self._links.get(self._next_root())
+        if link is not None:
+            self._send_together(link, [replace(message, held=True) for message in messages])
+
+    def _next_root(self) -> int:
+        """The heir of this rank; -1: there is none."""
+        if self._heir < 0 or self._heir in self.gone:
+            try:
+                self._heir = self.topology.root(self.gone, max(self.rank, self._heir))
+            except ValueError:
+                return -1
+        return self._heir
+
+    def _hold(self, message: RoutedMessage) -> None:
+        """Keep a message for the case that the root is lost before it sends the message."""
+        self._held.append(message)
+        if len(self._held) > KEPT + 2 * self._held_checked:
+            self._held = [each for each in self._held if not self._is_known(each)]
+            self._held_checked = len(self._held)
+
+    def _is_known(self, message: RoutedMessage) -> bool:
+        if isinstance(message.body, Departure):
+            return distinct_ranks(message.body.ranks) <= self.gone.keys()
+        return self._has_passed(message)
+
+    def _inherit(self) -> None:
+        """Send the messages that the lost root has not sent."""
+        held, self._held = self._held, []
+        left: set[int] = set()
+        for message in held:
+            if isinstance(message.body, Departure):
+                left |= {*expand_ranks(message.body.ranks)} - self.gone.keys()
+            elif not self._is_known(message):
+                send = self._spread if self.is_root and self._leaving else partial(self._route, came_by=None)
+                send(replace(message, held=False))
+        if left:
+            self._mark_gone(left, "")
+            (self._spread if self.is_root else self._forward_down)(self._gone_message(sorted(left), "", ALL))
 
     def _route_again(self) -> None:
         """Send all messages that had no route, or that may have been lost with a connection."""
@@ -219,16 +294,21 @@ class Router:
         for message in waiting:
             self._route(message, None)
 
-    def _is_new(self, message: RoutedMessage) -> bool:
-        number, source = message.number, message.source
+    def _fresh(self, message: RoutedMessage) -> RoutedMessage | None:
+        """Record a message to all. Returns it, of the sources from which it is new; None: it is known."""
+        number = message.number
         if number is None:
-            return True
-        self._unacked.pop((source, number), None)
-        if number <= self._last.get(source, 0):
-            return False
-        self._last[source] = number
-        self._log.append(message)
-        return True
+            return message
+        if self._unacked:
+            for source in message.sources:
+                self._unacked.pop((source, number), None)
+        sources = self._new_sources(message, number)
+        if not sources:
+            return None
+        self._last.update(dict.fromkeys(sources, number))
+        fresh = message if len(sources) == len(message.sources) else message.of(sources)
+        self._log.append(fresh)
+        return fresh
 
     def _handle(self, message: RoutedMessage, came_by: Transport | None) -> None:
         match message.body:
@@ -237,7 +317,8 @@ class Router:
             case Heartbeat():
                 pass
             case body:
-                self._deliver(message.source, body)
+                for source in message.sources:
+                    self._deliver(source, body)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -248,20 +329,26 @@ class Router:
         # a rank that leaves together with this one may connect: the next root may learn of its leave from no other rank
         if rank in self.gone and (self.gone[rank] or not self._leaving):
             return f"rank {rank} was given up: {self.gone[rank] or 'it has left'}"
-        if rank in self._down.values():
+        if rank in self._links:
             return f"rank {rank} is connected already"
         return ""
 
     def accept(self, rank: int, link: Transport) -> None:
         """Add the connection of ``rank``, below this node."""
-        self._down[link] = rank
-        self._routes[rank] = link
+        self._down[link], self._links[rank] = rank, link
+        self._set_route(rank, link)
         self.last_heard[rank] = time.monotonic()
         self.send(ROOT, Presence())
         # the rank, or ranks below it, may have missed the news
         self._send_together(link, [*self._all_gone(ALL), *self._log])
         if self._leaving:
-            link.send(self._gone_message(self.rank, "", ALL))
+            link.send(self._gone_message([self.rank], "", ALL))
+        if self._patient and rank == self._heir:
+            self._entrust(self._patient)
+
+    def _set_route(self, rank: int, link: Transport) -> None:
+        self._routes[rank] = link
+        self._behind.setdefault(link, set()).add(rank)
 
     def attach(self, rank: int, link: Transport) -> None:
         """Add the connection to ``rank``, above this node."""
@@ -273,13 +360,13 @@ class Router:
         self._send_together(link, [*present, *self._all_gone(ROOT), *self._log])
         self._route_again()
         if self._leaving:
-            link.send(self._gone_message(self.rank, "", ALL))
+            link.send(self._gone_message([self.rank], "", ALL))
 
     def received(self, link: Transport, data: JsonObject) -> None:
         """Handle a message, or a batch, from ``link``. Raises: MessageError."""
         if "messages" in data:
             batch: MessageBatch = decode(MessageBatch, data)
-            forwarded = link is self.up and all(message.to == ALL for message in batch.messages)
+            forwarded = link is self.up and all(message.to == ALL and not message.held for message in batch.messages)
             if forwarded:
                 self._forward_down(batch)
             for message in batch.messages:
@@ -291,41 +378,53 @@ class Router:
 
     def _take(self, link: Transport, message: RoutedMessage, *, forwarded: bool = False) -> None:
         source, body = message.source, message.body
-        if source not in self.topology.contacts:
+        if source not in self.topology.contacts or not distinct_ranks(message.also) <= self.topology.contacts.keys():
             raise MessageError(f"source {source} is no rank of the job, got {shown(message)}")
+        if isinstance(body, Departure) and not distinct_ranks(body.ranks) <= self.topology.contacts.keys():
+            raise MessageError(f"a departure is of ranks of the job, got {shown(message)}")
         if isinstance(body, DepartureAck):
             self._on_departure_ack(link)
             return
         now = time.monotonic()
         below = self._down.get(link)
         if below is not None:
+            if message.held:
+                raise MessageError(f"only the root entrusts messages to a rank, got {shown(message)}")
             self.last_heard[below] = now
             if source in self.gone:
                 if message.to != ALL:
                     return  # sent before the rank was gone
             elif isinstance(body, Presence):  # no other message: a repeated message may come from any rank
-                self._routes[source] = link
+                self._set_route(source, link)
                 self.last_heard.setdefault(source, now)  # it may stop before the first heartbeat
             if isinstance(body, Heartbeat):
                 self.last_heard.update(
                     (rank, now - age) for rank, age in body.ages.items() if rank in self.topology.contacts
                 )
                 return
-            if body == Departure(below, "") and source == below:
+            if source == below and isinstance(body, Departure) and body == Departure((below,), ""):
+                self._route(message, link)  # first: the acknowledged leave must not end with this node
                 self._on_leave(below, link)
+                return
         elif link is self.up and self._up_rank is not None:
             self.last_heard[self._up_rank] = now
             if isinstance(body, Heartbeat):
                 return
+            if message.held:
+                self._hold(message)
+                return
         else:
             return  # from a dropped connection
         self._route(message, link, forwarded=forwarded)
+        if below is not None and isinstance(body, Departure) and not self.is_root:
+            # the root may leave before it has read this: the next root learns of it from this node
+            self._mark_gone([rank for rank in distinct_ranks(body.ranks) if rank != self.rank], body.reason)
 
     def _on_leave(self, rank: int, link: Transport) -> None:
         """Handle the orderly leave of ``rank``, directly below this node: its last message."""
-        self._mark_gone(rank, "")
         if self._leaving or not self.is_root:  # this node may go, too, before the root sends the news
-            (self._spread if self.is_root else self._forward_down)(self._gone_message(rank, "", ALL))
+            (self._spread if self.is_root else self._forward_down)(self._gone_message([rank], "", ALL))
+        self._mark_gone([rank], "")
         if not self._leaving:  # else the next root must receive the leave, too
             self._drop_link(link)
             link.send(RoutedMessage(rank, self.rank, DepartureAck()))
@@ -342,18 +441,22 @@ class Router:
 
     def _drop_link(self, link: Transport) -> int | None:
         """Remove a connection from below and its routes; the ranks behind it reconnect elsewhere."""
-        for rank in [rank for rank, route in self._routes.items() if route is link]:
-            del self._routes[rank]
-        return self._down.pop(link, None)
+        for rank in self._behind.pop(link, ()):
+            if self._routes.get(rank) is link:
+                del self._routes[rank]
+        below = self._down.pop(link, None)
+        if below is not None:
+            del self._links[below]
+        return below
 
     def declare_lost(self, rank: int, how: str) -> None:
         """Declare ``rank`` lost, even if its connection is open, and send the loss to the other ranks."""
         if rank in self.gone:
             return
-        self._mark_gone(rank, how)
-        self._forward_down(self._gone_message(rank, how, ALL))
+        self._mark_gone([rank], how)
+        self._forward_down(self._gone_message([rank], how, ALL))
         if not self.is_root:
-            self._route(self._gone_message(rank, how, ROOT), None)
+            self._route(self._gone_message([rank], how, ROOT), None)
 
     def fence(self, why: str) -> None:
         """Cut this rank off: the other ranks have declared it lost, and continue without it."""
@@ -362,10 +465,11 @@ class Router:
             link.close()
         self.up = self._up_rank = None
         self._down.clear()
+        self._links.clear()
         self._routes.clear()
-        for other in self.topology.contacts:
-            if other != self.rank:
-                self._mark_gone(other, f"it goes on without rank {self.rank}: {why}")
+        self._behind.clear()
+        others = [other for other in self.topology.contacts if other != self.rank]
+        self._mark_gone(others, f"it goes on without rank {self.rank}: {why}")
 
     def expire_silent(self, seconds: float) -> None:
         """Declare the rank above lost if its last message is more than ``seconds`` old."""
@@ -377,7 +481,7 @@ class Router:
         """Announce this rank's orderly leave; :attr:`leave_acknowledged` turns true with the last acknowledgement."""
         self._leaving = True
         self._send_patient()
-        message = self._gone_message(self.rank, "", ALL)
+        message = self._gone_message([self.rank], "", ALL)
         for link in self.links:
             link.send(message)
 
@@ -401,24 +505,29 @@ class Router:
             self._drop_link(link)
         link.close()
 
-    def _gone_message(self, rank: int, how: str, to: Address) -> RoutedMessage:
-        return RoutedMessage(to, self.rank, Departure(rank, how), patient=to == ALL and not how)
+    def _gone_message(self, ranks: Sequence[int], how: str, to: Address) -> RoutedMessage:
+        return RoutedMessage(to, self.rank, Departure(compact_ranks(ranks), how), patient=to == ALL and not how)
 
     def _all_gone(self, to: Address) -> list[RoutedMessage]:
-        return [self._gone_message(rank, how, to) for rank, how in self.gone.items()]
+        if to not in self._departures:
+            reasons: dict[str, list[int]] = {}
+            for rank in sorted(self.gone):
+                reasons.setdefault(self.gone[rank], []).append(rank)
+            self._departures[to] = [self._gone_message(ranks, how, to) for how, ranks in reasons.items()]
+        return self._departures[to]
 
     def _on_departure(self, to: Address, departure: Departure) -> None:
-        rank, how = departure.rank, departure.reason
-        if rank not in self.topology.contacts:
-            raise MessageError(f"the departure of rank {rank}, which is no rank of the job")
-        if rank == self.rank:
-            if how and to != ROOT:
-                self.fence(how)
-        elif rank not in self.gone:
-            self._mark_gone(rank, how)
-            if to == ROOT:
-                message = self._gone_message(rank, how, ALL)
+        ranks, how = distinct_ranks(departure.ranks), departure.reason
+        if how and to != ROOT and self.rank in ranks:
+            self.fence(how)
+        new = sorted(rank for rank in ranks if rank not in self.gone and rank != self.rank)
+        if new:
+            message = self._gone_message(new, how, ALL)
+            if to == ROOT and not how:
                 (self._spread if self.is_root else self._forward_down)(message)
+            self._mark_gone(new, how)
+            if to == ROOT and how:
+                self._forward_down(message)
 
     def _forward_down(self, message: RoutedMessage | MessageBatch) -> None:
         if self._patient:
@@ -427,32 +536,42 @@ class Router:
             link.send(message)
 
     def _send_together(self, link: Transport, messages: Sequence[RoutedMessage]) -> None:
-        for frame in _batches(messages):
+        for frame in batches(messages):
             link.send(frame)
 
-    def _mark_gone(self, rank: int, how: str) -> None:
-        if rank in self.gone:
+    def _mark_gone(self, ranks: Collection[int], how: str) -> None:
+        """Record that ``ranks`` are gone, but those that were before."""
+        ranks = [rank for rank in ranks if rank not in self.gone]
+        if not ranks:
             return
-        was_root = self.is_root
-        self.gone[rank] = how
-        self._routes.pop(rank, None)
-        for link in [link for link, below in self._down.items() if below == rank and how]:
-            self._drop_link(link)
-            link.send(self._gone_message(rank, how, rank))  # the rank may not know of its loss
-            link.close()
-        if self._up_rank == rank and self.up is not None:
-            self.up.send(self._gone_message(rank, how, rank) if how else RoutedMessage(rank, self.rank, DepartureAck()))
+        was_root, root = self.is_root, self._root
+        heirs = {self._next_root(), self.topology.next_leader(self.rank, self.gone)} if self._patient else set()
+        self._departures.clear()
+        for rank in ranks:
+            self.gone[rank] = how
+            self._routes.pop(rank, None)
+            if how and (link := self._links.get(rank)) is not None:
+                self._drop_link(link)
+                link.send(self._gone_message([rank], how, rank))  # the rank may not know of its loss
+                link.close()
+        if (above := self._up_rank) is not None and above in ranks and self.up is not None:
+            why = self._gone_message([above], how, above) if how else RoutedMessage(above, self.rank, DepartureAck())
+            self.up.send(why)
             self.up.close()
             self.up = self._up_rank = None
-        self._notify_gone(rank, how)
+        self._notify_gone(ranks, how)
+        if not heirs.isdisjoint(ranks):  # others look for that rank when this one is lost, and must know that it left
+            self._send_patient()
         if self.is_root and not was_root:
             now = time.monotonic()
             for other in self.topology.contacts:  # all connect here now; an absent rank is silent from now on
                 if other != self.rank and other not in self.gone:
                     self.last_heard.setdefault(other, now)
-            for frame in _batches(self._all_gone(ALL)):  # the last root may have reached some ranks only
+            for frame in batches(self._all_gone(ALL)):  # the last root may have reached some ranks only
                 self._forward_down(frame)
             self._route_again()
+        if root in self.gone:
+            self._inherit()
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------
 
@@ -474,23 +593,3 @@ class Router:
         """Seconds since the last message of ``rank``, as far as this node can tell; None: unknown."""
         last_heard = self.last_heard.get(rank)
         return None if last_heard is None else time.monotonic() - last_heard
-
-
-def _batches(messages: Sequence[RoutedMessage]) -> Iterator[RoutedMessage | MessageBatch]:
-    """``messages`` in order, the short ones in batches."""
-    some: list[RoutedMessage] = []
-    for message in messages:
-        short = message.patient or isinstance(message.body, Presence) or _is_leave(message.body)
-        if some and not (short and len(some) < BATCHED):
-            yield some[0] if len(some) == 1 else MessageBatch(some)
-            some = []
-        if short:
-            some.append(message)
-        else:
-            yield message
-    if some:
-        yield some[0] if len(some) == 1 else MessageBatch(some)
-
-
-def _is_leave(body: Body) -> bool:
-    return isinstance(body, Departure) and not body.reason

@@ -167,11 +167,14 @@ def test_scale_simulates_each_protocol(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = {(row["protocol"], row["ranks"]): row for row in json.loads(out.read_text())}
     protocols = {protocol for protocol, _ in rows}
-    assert len(protocols) == 10
+    assert len(protocols) == 11
     for protocol in protocols:
         small, large = rows[protocol, 10], rows[protocol, 40]
         assert (small["hosts"], large["hosts"]) == (3, 10)
         assert large["each"] < 4 * max(small["each"], 1), "what a rank does hardly grows with the number of ranks"
+    for protocol in ("shrink, CPU", "all close a comm", "agreed ordering, CPU"):
+        small, large = rows[protocol, 10], rows[protocol, 40]
+        assert large["nbytes"] < 2 * small["nbytes"], "no rank receives a list with an entry for each rank"
     assert all(row["ms"] > 0 for row in rows.values())
 
 

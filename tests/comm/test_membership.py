@@ -42,12 +42,12 @@ from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
     Excluded,
-    ParticipantId,
     Prepare,
     Rejected,
     Retry,
     View,
 )
+from asynccomm.control.runs import ParticipantId
 from asynccomm.rendezvous import job as family_module
 from asynccomm.store.server import listen, serve
 from asynccomm.testing.local import loopback_world

@@ -113,19 +113,19 @@ REDUCE = AllReduce(torch.float32, 7, ReduceOp.SUM)
 async def test_a_reporter_subscribes_and_unsubscribes(parts: Parts) -> None:
     assert parts.line.enrolled == ["key"]
     parts.reporter.end()
-    parts.reporter.followers = [0, 2]
+    parts.reporter.followers = [0, 2, 3, 4]
     parts.reporter.end()
-    followed = {"rank": 0, "kind": "followed", "members": [0, 2]}
-    assert parts.line.withdrawn == [{"rank": 0, "kind": "closed"}, followed]
+    followed = {"kind": "followed", "members": (0, [2, 3, 1])}
+    assert parts.line.withdrawn == [{"kind": "closed"}, followed]
 
 
 async def test_closing_because_of_a_loss_reports_the_loss(parts: Parts) -> None:
     parts.submitter.error = PeerLostError(2, "its connection ended")
     parts.reporter.end()
-    assert parts.line.withdrawn == [{"rank": 0, "kind": "closed", "lost": 2, "reason": "its connection ended"}]
+    assert parts.line.withdrawn == [{"kind": "closed", "lost": 2, "reason": "its connection ended"}]
     parts.submitter.error = AbortedError(1, "enough")  # which everybody has been told
     parts.reporter.end()
-    assert parts.line.withdrawn[1:] == [{"rank": 0, "kind": "closed"}]
+    assert parts.line.withdrawn[1:] == [{"kind": "closed"}]
 
 
 async def test_the_error_that_breaks_the_comm_is_sent_with_its_rank(parts: Parts) -> None:

@@ -12,13 +12,13 @@ from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
     Excluded,
-    ParticipantId,
     Prepare,
     Rejected,
     Retry,
     StatusReport,
 )
 from asynccomm.control.membership.participant import Participant
+from asynccomm.control.runs import ParticipantId
 from asynccomm.control.transport.schema import dumps, loads
 
 LEFT = "left"  # reported by a rank that has closed the comm

@@ -55,7 +55,11 @@ class Place:
         self.ends: list[End] = []
         self.waiting: list[Callable[[], object]] = []  # calls that come later
         self.router = Router(
-            rank, tree.topology, self._hear, lambda rank, how: self.gone.append((rank, how)), self.waiting.append
+            rank,
+            tree.topology,
+            self._hear,
+            lambda ranks, how: self.gone.extend((rank, how) for rank in ranks),
+            self.waiting.append,
         )
 
     def _hear(self, source: int, body: Body) -> None:

@@ -57,7 +57,7 @@ ORDERS = [
 BODIES: list[Any] = [
     Presence(),
     Heartbeat({3: 0.5}),
-    Departure(1, "killed"),
+    Departure((1,), "killed"),
     DepartureAck(),
     News("main", {"kind": "abort"}),
     Request("main", {"what": "state"}, 3),

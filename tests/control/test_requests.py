@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -129,8 +130,9 @@ class Side:
         for rank, line in self.lines.items():
             self.router.accept(rank, line)
 
-    def _gone(self, rank: int, how: str) -> None:
-        self.requests.on_departure(rank)
+    def _gone(self, ranks: Sequence[int], how: str) -> None:
+        for rank in ranks:
+            self.requests.on_departure(rank)
 
     def reply(self, rank: int, answer: JsonObject, number: int = 0) -> None:
         self.requests.on_reply(rank, Reply(number, answer))

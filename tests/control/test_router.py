@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.control import router as module
-from asynccomm.control.messages import ALL, ROOT, Reply
+from asynccomm.control.messages import ALL, ROOT, News, Reply
 from asynccomm.control.transport.schema import JsonObject, MessageError
 from tests.sampling import examples
 
@@ -234,6 +235,86 @@ def test_leaving_waits_until_those_below_have_heard() -> None:
     assert zero.gone == []
 
 
+@given(HOSTS, st.integers(0, 1000), st.data())
+def test_a_leave_that_only_the_root_has_heard_of_is_known_to_its_heir(
+    hosts: str, seed: int, data: st.DataObject
+) -> None:
+    last = len(hosts) + 2
+    leave_before_the_root_is_lost(
+        Tree("a" + hosts + "bd", seed), data.draw(st.lists(st.integers(1, last - 1), unique=True, max_size=last - 1))
+    )
+
+
+@pytest.mark.parametrize(("hosts", "leaving"), [("abcd", 1), ("aabd", 1), ("acaabd", 2), ("acaabd", 4)])
+def test_all_know_at_once_that_the_heir_or_the_next_leader_has_left(hosts: str, leaving: int) -> None:
+    leave_before_the_root_is_lost(Tree(hosts), [leaving])
+
+
+def leave_before_the_root_is_lost(tree: Tree, leaving: list[int]) -> None:
+    tree.settle()
+    root, last = tree.places[0], tree.places[-1]
+    last.router.send(ALL, News("comm", {"what": "the news after which others wait"}), patient=True)
+    receive_all(tree)
+    assert root.waiting
+    for rank in leaving:
+        tree.places[rank].leave()
+        while not tree.places[rank].router.leave_acknowledged:
+            tree.choice.choice(soon(tree.places))()
+        tree._gone(tree.places[rank])
+    receive_all(tree)
+    root.kill()
+    tree.settle()
+    check_all_know(tree, {0}, set(leaving))
+
+
+def soon(places: list[Place]) -> list[Callable[[], object]]:
+    """What happens before any time passes: ranks connect, and receive what is on its way."""
+    steps = [partial(place.receive, end) for place in places if place.runs for end in place.ends if end.coming]
+    unconnected = [place for place in places if place.runs and place.router.up is None]
+    return [*steps, *(place.climb for place in unconnected if place.router.above is not None)]
+
+
+def receive_all(tree: Tree) -> None:
+    while steps := soon(tree.places):
+        tree.choice.choice(steps)()
+
+
+def test_an_heir_keeps_what_waits_and_forgets_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT", 2)
+    tree = up("aaaa")
+    root, heir = tree.places[0], tree.places[1]
+    for number in range(4):
+        tree.places[2].router.send(ALL, News("comm", {"what": number}), patient=True)
+        receive_all(tree)
+    assert [len(each.router._held) for each in tree.places] == [0, 3, 0, 0], "the first did not wait"
+    assert heir.news() == [0]
+    tree.settle()
+    assert heir.news() == [0, 1, 2, 3]
+    for _ in range(6):
+        heir.router._hold(heir.router._held[0])
+    assert heir.router._held == []
+    root.kill()
+    tree.settle()
+    assert all(place.news() == [0, 1, 2, 3] for place in tree.running)
+
+
+def test_only_the_rank_above_entrusts_messages() -> None:
+    tree = up("aa")
+    held = {**GOOD, "body": {"kind": "Departure", "ranks": [1], "reason": ""}, "held": True}
+    with pytest.raises(MessageError, match="only the root entrusts messages"):
+        tree.places[0].router.received(tree.places[0].ends[0], held)
+
+
+def test_equal_news_of_many_ranks_reach_each_rank_once_from_each() -> None:
+    tree = up("aabbccdd")
+    for rank in range(8):
+        tree.places[rank].router.send(ALL, News("comm", {"what": "same"}), patient=True)
+    tree.settle()
+    for place in tree.places:
+        assert sorted(source for source, body in place.heard if isinstance(body, News)) == list(range(8))
+    assert any(message.also for message in tree.places[7].router._log), "they came as one"
+
+
 def test_who_is_alone_leaves_at_once() -> None:
     tree = up("a")
     tree.places[0].leave()
@@ -381,8 +462,11 @@ GOOD: JsonObject = {"to": ALL, "source": 1, "body": {"kind": "Presence"}}
         {**GOOD, "source": 77},
         {**GOOD, "to": "everybody"},
         {**GOOD, "body": {"kind": "Nonsense"}},
-        {**GOOD, "body": {"kind": "Departure", "rank": 77, "reason": ""}},
+        {**GOOD, "body": {"kind": "Departure", "ranks": [77], "reason": ""}},
+        {**GOOD, "body": {"kind": "Departure", "ranks": [1, [0, 99, 1]], "reason": ""}},
         {**GOOD, "body": {"kind": "Heartbeat", "ages": {"2": -1}}},
+        {**GOOD, "also": [0]},
+        {**GOOD, "also": [77], "number": 1},
     ],
 )
 def test_what_no_node_has_sent(message: JsonObject) -> None:

@@ -48,7 +48,7 @@ class Slope:
         self.tokens = Tokens.random()
         names = [f"asynccomm/test/{os.getpid()}/{secrets.token_hex(8)}" for _ in range(3)]
         self.contacts = [RankAddress(one, "here", os.getpid(), name) for one, name in enumerate(names)]
-        self.router = Router(rank, Topology(self.contacts), lambda _: None, lambda rank, how: None)
+        self.router = Router(rank, Topology(self.contacts), lambda _: None, lambda ranks, how: None)
         self.attached = 0
         self.welcomed: list[tuple[Any, Connection]] = []
         self.tasks: list[asyncio.Task[None]] = []

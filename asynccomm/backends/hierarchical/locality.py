@@ -19,6 +19,7 @@ from typing import Final, final
 
 from asynccomm.backends.base import BackendContext
 from asynccomm.backends.hierarchical.placement import grouped
+from asynccomm.control.runs import RankRuns, compact_ranks, expand_ranks
 from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
 from asynccomm.errors import BackendError
 
@@ -27,14 +28,18 @@ SHARED: Final = b"ok"
 
 @final
 class Hosts(Message, frozen=True):
-    """The ranks of each host."""
+    """The ranks of each host, in compact form: each rank reads the list."""
 
-    ranks: list[list[int]]
+    ranks: list[RankRuns]
 
     def __post_init__(self) -> None:
-        numbers = sorted([rank for host in self.ranks for rank in host])
+        numbers = sorted([rank for host in self.expanded() for rank in host])
         if numbers != list(range(len(numbers))) or not all(self.ranks):
             raise ValueError(f"ranks must each be on one host, got {self.ranks}")
+
+    def expanded(self) -> list[list[int]]:
+        """The ranks of each host."""
+        return [list(expand_ranks(host)) for host in self.ranks]
 
 
 def place_of(host: str) -> str:
@@ -54,7 +59,7 @@ async def candidates(context: BackendContext) -> list[list[int]]:
     if group.rank == 0:
         places = await store.multi_get([f"place/{rank}" for rank in range(group.size)], math.inf)
         found = grouped([place.decode(errors="replace") for place in places])
-        await store.set("candidates", dumps(Hosts(found)))
+        await store.set("candidates", dumps(Hosts([compact_ranks(host) for host in found])))
         return found
     return _read(await store.get("candidates", math.inf), group.size)
 
@@ -77,7 +82,7 @@ async def agreed(context: BackendContext, tried: Sequence[Sequence[int]], proble
         hosts = [list(ranks) for ranks in tried if ranks[0] not in apart]
         hosts += [[rank] for ranks in tried if ranks[0] in apart for rank in ranks]
         hosts.sort()
-        await store.set("hosts", dumps(Hosts(hosts)))
+        await store.set("hosts", dumps(Hosts([compact_ranks(host) for host in hosts])))
     else:
         hosts = _read(await store.get("hosts", math.inf), group.size)
     return tuple([tuple(host) for host in hosts])
@@ -86,6 +91,7 @@ async def agreed(context: BackendContext, tried: Sequence[Sequence[int]], proble
 def _read(text: bytes, size: int) -> list[list[int]]:
     with contextlib.suppress(MessageError):
         hosts: Hosts = loads(Hosts, text)
-        if sum([len(host) for host in hosts.ranks]) == size:
-            return hosts.ranks
+        found = hosts.expanded()
+        if sum(map(len, found)) == size:
+            return found
     raise BackendError(f"rank 0 has published hosts that cannot be: {text[:100]!r}")

@@ -14,7 +14,7 @@ from asynccomm.comm.membership import Requirements, lobby_of, reconfigure
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.pending import PendingComm
 from asynccomm.comm.session import Session
-from asynccomm.control.membership.messages import MAX_NAME
+from asynccomm.control.runs import MAX_NAME
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import ClosedError
 from asynccomm.ops.validation import CommInfo, as_index

@@ -68,7 +68,6 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    ParticipantId,
     ParticipantState,
     Prepare,
     Rejected,
@@ -80,10 +79,12 @@ from asynccomm.control.membership.messages import (
     describe_participant,
     plain,
 )
+from asynccomm.control.runs import ParticipantId, RankRuns, Runs, compact_ranks, distinct, expand
 from asynccomm.control.transport.schema import MessageError
 
 TRIES: Final = 3  # times that the same members may fail to connect; an undetected loss takes one
 COMING: Final = 10.0  # seconds for newcomers to arrive, once all ranks that have invited them are there
+DECISIONS: Final = 64  # of which equal reports share one object
 PATIENCE: Final = 60.0  # seconds; a rank that takes longer to connect or to report counts as silent
 
 Letter: TypeAlias = tuple[ParticipantId, CoordinatorOrder]  # the recipient, and the order
@@ -116,11 +117,12 @@ class Coordinator:
         place: Callable[[tuple[ParticipantId, ...]], object] = lambda members: None,
         fresh: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
-        self._by, self._ranks = by, tuple(ranks)
-        self._known = frozenset(self._ranks)
+        self._by = by
+        self._listed: RankRuns = compact_ranks(ranks)
+        self._known = distinct(self._listed)
         self._patience, self._place, self._fresh = patience, place, fresh
         # participants that must report first
-        self._must_report: set[ParticipantId] = {*self._ranks, *newcomers} if successor else set()
+        self._must_report: set[ParticipantId] = {*self._known, *newcomers} if successor else set()
         self._first_report: float | None = None  # time of the first report that is not None
         self._received: dict[ParticipantId, _Received] = {}
         self._gone: dict[ParticipantId, str] = dict(gone or {})
@@ -129,6 +131,8 @@ class Coordinator:
         self._round: _Attempt | None = None
         self._withdrawn: set[tuple[ParticipantId, str]] = set()  # participants ordered to retry, and the decision
         self._made: set[str] = set()  # keys of this coordinator's decisions
+        self._seen: dict[str, View] = {}  # decisions in reports, each as one object: many ranks report it
+        self._valid: Runs = self._listed  # the last proposal that was checked
         self._successor = successor
         self._rejected = Rejected(-1, "", False)
         self._attempt = 0  # the highest attempt sent in any order
@@ -225,7 +229,8 @@ class Coordinator:
         """Continue a decision of an earlier coordinator."""
         for state in (ParticipantState.COMMITTED, ParticipantState.PREPARED):
             held = [r.decision for _, r in self._reports() if r.state is state and r.decision is not None]
-            for decision in sorted(held, key=lambda d: (d.by, d.attempt), reverse=True):
+            different = {id(decision): decision for decision in held}.values()  # many ranks hold each
+            for decision in sorted(different, key=lambda d: (d.by, d.attempt), reverse=True):
                 if self._round is not None and (state is ParticipantState.PREPARED or decision == self._round.decision):
                     continue
                 if self._can_commit(decision, by_one=state is ParticipantState.COMMITTED):
@@ -278,10 +283,11 @@ class Coordinator:
             return False
         # the attempt also covers participants that were ordered to retry and have not asked again yet
         attempt = max(self._attempt, *(h.report.attempt for h in wants.values() if h.report))
-        proposal, proposer = first
-        for who, (other, _) in ((who, self._proposal(who)) for who in wants if isinstance(who, int)):
-            if other != proposal:
-                both = ((proposer, proposal), (who, other))
+        proposal, proposer = first.members, first.by
+        for who in (who for who in wants if isinstance(who, int)):
+            other = self._proposal(who)
+            if other.listed != first.listed:
+                both = ((proposer, proposal), (who, other.members))
                 why = ", ".join(f"{describe_participant(one)} proposes {describe_many(them)}" for one, them in both)
                 return self._reject_all(wants, Rejected(attempt, why, mistake=True), out)
         missing = self._missing(first, wants)
@@ -293,6 +299,7 @@ class Coordinator:
             return self._reject_all(wants, Rejected(attempt, why, mistake=False), out)
         decision = View(self._fresh(), self._by, attempt, members, plain(self._place(members)))
         self._made.add(decision.key)
+        self._seen[decision.key] = decision
         self._round = _Attempt(decision, now)
         proposed = frozenset(proposal)
         for one in proposal:
@@ -378,7 +385,7 @@ class Coordinator:
     def _proposal(self, who: ParticipantId) -> _InProposal:
         report = self._received[who].report
         assert report is not None
-        return _InProposal(self._ranks if report.proposal is None else report.proposal, who)
+        return _InProposal(self._listed if report.proposal is None else report.proposal, who)
 
     def _missing(self, proposed: _InProposal, wants: Mapping[ParticipantId, _Received]) -> list[ParticipantId]:
         """The proposed participants that the decision waits for."""
@@ -400,22 +407,23 @@ class Coordinator:
         Raises: MessageError: the participant cannot have made this report.
         """
         attempt, decision = self._round, report.decision
-        usual = attempt is not None and report.proposal is None and who in attempt.members
-        if attempt is None or not usual or not _same(decision, attempt.decision):
-            self._check(who, report)
-        elif decision is not attempt.decision:
-            return replace(report, decision=attempt.decision)
-        return report
-
-    def _check(self, who: ParticipantId, report: StatusReport) -> None:
-        """Raises: MessageError: the participant cannot have made this report."""
-        decision = report.decision
-        for members in (report.proposal, None if decision is None else decision.members):
-            if members is not None:
-                check_proposal(members, self._known)
+        if report.proposal is not None and report.proposal != self._valid:
+            check_proposal(expand(report.proposal), self._known)
+            self._valid = report.proposal
         if decision is None:
-            return
-        if who not in decision.members:
+            return report
+        if attempt is None or who not in attempt.members or not _same(decision, attempt.decision):
+            self._check(who, decision)
+        first = self._seen.setdefault(decision.key, decision)
+        if len(self._seen) > DECISIONS:
+            del self._seen[next(iter(self._seen))]
+        return replace(report, decision=first) if first is not decision and first == decision else report
+
+    def _check(self, who: ParticipantId, decision: View) -> None:
+        """Raises: MessageError: the participant cannot hold this decision."""
+        if self._seen.get(decision.key) != decision:
+            check_proposal(decision.members, self._known)
+        if who not in distinct(decision.listed):
             raise MessageError(f"{describe_participant(who)} holds the decision {decision.key!r}, which is not for it")
         if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._successor:
             raise MessageError(f"no coordinator has made the decision {decision.key!r}")
@@ -494,8 +502,12 @@ class _Received(NamedTuple):
 
 
 class _InProposal(NamedTuple):
-    members: tuple[ParticipantId, ...]
+    listed: Runs
     by: ParticipantId
+
+    @property
+    def members(self) -> tuple[ParticipantId, ...]:
+        return expand(self.listed)
 
 
 @final
@@ -506,7 +518,7 @@ class _Attempt:
 
     def __init__(self, decision: View, since: float, committed: bool = False) -> None:
         self.decision = decision
-        self.members = frozenset(decision.members)
+        self.members = distinct(decision.listed)
         self.since = since  # time of the decision, or of its commit
         self.committed = committed
         self.told: set[ParticipantId] = set()  # members that were sent Commit

@@ -12,7 +12,6 @@ from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
     Excluded,
-    ParticipantId,
     ParticipantState,
     Rejected,
     Retry,
@@ -20,6 +19,7 @@ from asynccomm.control.membership.messages import (
 )
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import Heartbeat, OrderMessage, ParticipantReport
+from asynccomm.control.runs import ParticipantId, compact_ranks
 from asynccomm.control.timing import LINGER_SECONDS, REACH_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect
 from asynccomm.control.transport.schema import JsonObject, decode
@@ -47,7 +47,7 @@ class Joiner:
     ) -> None:
         self._name = name
         self._key = key
-        self._ranks = list(ranks)
+        self._ranks = compact_ranks(ranks)
         self._contacts = sorted((c for c in contacts if c.listens), key=lambda contact: contact.rank)
         self._tokens = tokens
         self._thread: ControlThread = control_thread()

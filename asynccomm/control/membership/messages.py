@@ -15,19 +15,17 @@ from typing import Annotated, Any, Final, TypeAlias, final
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
+from asynccomm.control.runs import MAX_NAME, MAX_RANK, ParticipantId, Runs, compact, expand
 from asynccomm.control.transport.schema import Message, MessageError, TaggedMessage, decode, shown
 
-MAX_RANK: Final = 2**31 - 1
 MAX_PEOPLE: Final = 2**16  # participants in a proposal
-MAX_NAME: Final = 256  # characters of a newcomer's name and of a key
 MAX_TEXT: Final = 2000  # characters of a reason; longer reasons are cut
 MAX_PLACE: Final = 2**16  # characters of a place as JSON
 MAX_ATTEMPT: Final = 2**31  # in a report; up to twice as high in a coordinator's orders
 SHOWN: Final = 16  # participants listed in a text
 
-
-ParticipantId: TypeAlias = int | Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]  # a rank, or a newcomer's name
 Participants: TypeAlias = Annotated[tuple[ParticipantId, ...], Meta(min_length=1, max_length=MAX_PEOPLE)]
+ParticipantRuns: TypeAlias = Annotated[Runs, Meta(min_length=1, max_length=MAX_PEOPLE)]
 Key: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 NextAttempt: TypeAlias = Annotated[int, Meta(ge=0, le=2 * MAX_ATTEMPT)]
@@ -36,17 +34,23 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 
 @final
-class View(Message, frozen=True):
+class View(Message, frozen=True, rename={"listed": "members"}):
     """The members that continue."""
 
     key: Key  #: unique
     by: Annotated[int, Meta(ge=0, le=MAX_RANK)]  #: rank of the coordinator; a later coordinator has a higher rank
     attempt: NextAttempt
-    members: Participants  #: in the proposed order
+    listed: ParticipantRuns  #: the members in compact form
     place: Any = None  #: the members' rendezvous; only the users of the coordinator and the members interpret it
 
     def __post_init__(self) -> None:
         plain(self.place)
+        force_setattr(self, "listed", _limited(self.listed))
+
+    @property
+    def members(self) -> tuple[ParticipantId, ...]:
+        """The members, in the proposed order."""
+        return expand(self.listed)
 
 
 class ParticipantState(enum.StrEnum):
@@ -75,7 +79,7 @@ class StatusReport(Message, frozen=True):
 
     state: ParticipantState
     attempt: Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
-    proposal: Participants | None = None  #: None: all ranks
+    proposal: ParticipantRuns | None = None  #: in compact form; None: all ranks
     wait: Seconds | None = None  #: for the calls of others; None: no limit
     decision: View | None = None
     why: Reason = ""
@@ -83,6 +87,8 @@ class StatusReport(Message, frozen=True):
 
     def __post_init__(self) -> None:
         _cut_reason(self)
+        if self.proposal is not None:
+            force_setattr(self, "proposal", _limited(self.proposal))
         holds = self.state in _HOLDING
         if holds != (self.decision is not None):
             raise ValueError(f"state {self.state} goes {'with a' if holds else 'without'} decision")
@@ -151,6 +157,13 @@ def _cut_reason(message: StatusReport | _Order) -> None:
         force_setattr(message, "why", why[:MAX_TEXT])
 
 
+def _limited(people: ParticipantRuns) -> ParticipantRuns:
+    """The compact form. Raises: ValueError: there are too many participants."""
+    if len(expand(people)) > MAX_PEOPLE:
+        raise ValueError(f"a proposal has at most {MAX_PEOPLE} participants, got {len(expand(people))}")
+    return compact(people)
+
+
 def describe_participant(who: ParticipantId) -> str:
     """A participant in a readable text."""
     return f"rank {who}" if isinstance(who, int) else f"newcomer {who!r}"
@@ -163,7 +176,7 @@ def describe_many(people: Sequence[ParticipantId]) -> str:
     return f"[{', '.join(map(repr, people[:SHOWN]))}, ... {len(people)} in all]"
 
 
-def check_proposal(proposal: Sequence[object], ranks: Collection[int]) -> tuple[ParticipantId, ...]:
+def check_proposal(proposal: Sequence[object], ranks: Collection[ParticipantId]) -> tuple[ParticipantId, ...]:
     """The checked proposal.
 
     Raises: MessageError, a ValueError: it is empty or too long, or has a participant twice or a rank outside the comm.

@@ -27,7 +27,6 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    ParticipantId,
     ParticipantState,
     Prepare,
     Rejected,
@@ -37,6 +36,7 @@ from asynccomm.control.membership.messages import (
     check_proposal,
     describe_many,
 )
+from asynccomm.control.runs import ParticipantId, Runs, compact
 from asynccomm.control.transport.schema import MessageError
 
 _HOLDS = (ParticipantState.JOINS, ParticipantState.FAILED, ParticipantState.PREPARED)
@@ -58,7 +58,7 @@ class Participant:
         self._ranks = frozenset(ranks)
         self._state: ParticipantState | None = None
         self._attempt = 0
-        self._proposal: tuple[ParticipantId, ...] | None = None
+        self._proposal: Runs | None = None
         self._wait = math.inf
         self._decision: View | None = None
         self._refused: Rejected | None = None
@@ -94,7 +94,7 @@ class Participant:
         Raises: ValueError: the proposal or the wait is invalid.
         """
         assert self._state in (None, ParticipantState.REFUSED), f"asked while {self._state}"
-        checked = None if proposal is None else check_proposal(proposal, self._ranks)
+        checked = None if proposal is None else compact(check_proposal(proposal, self._ranks))
         if not wait >= 0:
             raise ValueError(f"wait must be at least 0 seconds, got {wait}")
         self._state, self._proposal, self._wait = ParticipantState.WANTS, checked, float(wait)

@@ -21,18 +21,21 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    ParticipantId,
     Rejected,
     Retry,
+    describe_many,
     describe_participant,
 )
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import ROOT, OrderMessage, ParticipantReport, ReportRequest
 from asynccomm.control.router import Router
+from asynccomm.control.runs import ParticipantId, RankRuns, compact_ranks, distinct_ranks, expand_ranks
 from asynccomm.control.timing import PATIENCE_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.schema import MessageError
 
 ORDERS: Final = 1024  # comms that each table keeps
+PAUSE: Final = 4  # a step of a coordinator is followed by a pause of this many times its CPU time
+LONG_STEP: Final = 0.001  # seconds of CPU time; shorter steps need no pause
 
 _log = logging.getLogger("asynccomm")
 
@@ -54,7 +57,7 @@ class _Participation:
         self, participant: Participant, ranks: Sequence[int], on_order: Callable[[CoordinatorOrder], object]
     ) -> None:
         self.participant = participant
-        self.ranks = list(ranks)
+        self.ranks = compact_ranks(ranks)
         self.on_order = on_order
 
 
@@ -80,6 +83,7 @@ class MembershipService:
         self._left: dict[str, set[int]] = {}  # comms without a coordinator, and the ranks that left them
         self._changed: asyncio.Future[None] | None = None
         self._advancing: set[str] = set()  # comms with a step of the coordinator in this iteration
+        self._spent: dict[str, float] = {}  # CPU seconds of the last step of each coordinator
         self._last_tick = math.inf  # time of the last tick()
         self._closed = False
 
@@ -127,13 +131,13 @@ class MembershipService:
         """Leave the agreement for good: the others may have gone on without this rank."""
         self._participations.pop(key, None)
         self._mark_excluded(key, "it has withdrawn")
-        self._router.send(ROOT, ParticipantReport(key, [], None, left=True))
+        self._router.send(ROOT, ParticipantReport(key, (), None, left=True))
         self._notify()
 
-    def on_followed(self, key: str, members: Collection[object]) -> None:
+    def on_followed(self, key: str, members: Collection[int]) -> None:
         """Message that ``members`` have continued the comm ``key`` as another comm, and leave the channel."""
-        if self._router.rank not in members:
-            self._exclude(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
+        if self._router.rank not in members and key not in self._out:
+            self._exclude(key, f"ranks {describe_many(sorted(members))} have gone on")
 
     def _exclude(self, key: str, why: str) -> None:
         self._mark_excluded(key, why)
@@ -168,7 +172,7 @@ class MembershipService:
         participation = self._participations.get(key)
         report = None if participation is None else participation.participant.report()
         if report is not None or even_nothing:
-            ranks = [] if participation is None else participation.ranks
+            ranks = () if participation is None else participation.ranks
             self._router.send(ROOT, ParticipantReport(key, ranks, report))
 
     def on_order(self, source: int, message: OrderMessage) -> None:
@@ -194,7 +198,7 @@ class MembershipService:
         if key in self._participations or (key not in self._out and known(key)):
             self._report(key, even_nothing=True)
         else:
-            self._router.send(ROOT, ParticipantReport(key, [], None, left=True))
+            self._router.send(ROOT, ParticipantReport(key, (), None, left=True))
 
     # -- this rank coordinates ----------------------------------------------------------------------------------------
 
@@ -218,11 +222,11 @@ class MembershipService:
             return
         self._advance_soon(key)
 
-    def _coordinate(self, key: str, ranks: Sequence[int]) -> Coordinator:
-        router = self._router
+    def _coordinate(self, key: str, listed: RankRuns) -> Coordinator:
+        router, ranks, members = self._router, expand_ranks(listed), distinct_ranks(listed)
         successor = router.rank != self._first_root
         gone: Mapping[ParticipantId, str] = {
-            r: "was lost" if how else "has left" for r, how in router.gone.items() if r in ranks
+            r: "was lost" if how else "has left" for r, how in router.gone.items() if r in members
         }
         coordinator = Coordinator(router.rank, ranks, patience=PATIENCE_SECONDS, successor=successor, gone=gone)
         for rank in self._left.pop(key, ()):
@@ -239,10 +243,17 @@ class MembershipService:
                 self._router.send(rank, ReportRequest(key))
 
     def _advance_soon(self, key: str) -> None:
-        """Send orders once in this iteration of the loop: a step of the coordinator costs time for each rank."""
+        """Send orders, at most once in an iteration of the loop, and after a pause if the last step was long.
+
+        A step of the coordinator costs time for each rank, and each of many ranks reports several times.
+        """
         if key not in self._advancing:
             self._advancing.add(key)
-            self._loop.call_soon(self._advance, key)
+            spent = self._spent.get(key, 0.0)
+            if spent < LONG_STEP:
+                self._loop.call_soon(self._advance, key)
+            else:
+                self._loop.call_later(PAUSE * spent, self._advance, key)
 
     def _advance(self, key: str) -> None:
         """Send the orders of the coordinator, and run again when the coordinator is due."""
@@ -253,7 +264,11 @@ class MembershipService:
         coordinator = self._coordinators.get(key)
         if coordinator is None or self._closed:
             return  # dropped by _limit, or closed
-        for who, order in coordinator.advance(time.monotonic()):
+        begin = time.thread_time()
+        orders = coordinator.advance(time.monotonic())
+        self._spent[key] = time.thread_time() - begin
+        _limit(self._spent)
+        for who, order in orders:
             if isinstance(who, int):
                 self._router.send(who, OrderMessage(key, order))
             else:

@@ -7,6 +7,7 @@ gone. A rank always connects to a lower rank, even if it has missed a loss, so t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Annotated, Final, TypeAlias, final
 
@@ -46,17 +47,24 @@ class Topology:
         for rank in self._ranks:
             self._hosts.setdefault(self.contacts[rank].host, []).append(rank)
 
-    def root(self, gone: Collection[int]) -> int:
-        """The root of the tree. Raises: ValueError: all ranks are gone."""
-        return _first(self._ranks, gone)
+    def root(self, gone: Collection[int], beyond: int = -1) -> int:
+        """The root of the tree, if no rank up to ``beyond`` is. Raises: ValueError: all ranks are gone."""
+        for at in range(bisect_right(self._ranks, beyond), len(self._ranks)):
+            if self._ranks[at] not in gone:
+                return self._ranks[at]
+        raise ValueError("all ranks are gone")
 
-    def above(self, rank: int, gone: Collection[int]) -> int | None:
-        """The rank that ``rank`` connects to; None: ``rank`` is the root."""
-        root = self.root(gone)
+    def above(self, rank: int, gone: Collection[int], root: int | None = None) -> int | None:
+        """The rank that ``rank`` connects to; None: ``rank`` is the root. ``root``: if it is known."""
+        root = self.root(gone) if root is None else root
         if rank == root:
             return None
         leader = _first(self._hosts[self.contacts[rank].host], gone)
         return root if leader == rank else leader
+
+    def next_leader(self, rank: int, gone: Collection[int]) -> int | None:
+        """The leader of the host of ``rank``, its leader, once that is gone; None: there is no other rank."""
+        return next((r for r in self._hosts[self.contacts[rank].host] if r > rank and r not in gone), None)
 
     def below(self, rank: int, gone: Collection[int]) -> Iterator[int]:
         """The ranks that connect to ``rank``."""

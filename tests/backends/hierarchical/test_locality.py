@@ -37,6 +37,13 @@ async def test_ranks_with_equal_facts_are_candidates() -> None:
     assert found == [[[0, 3], [1, 4], [2]]] * 5
 
 
+async def test_the_published_hosts_have_no_entry_for_each_rank() -> None:
+    """Each rank reads them."""
+    all_contexts = contexts("a" * 100 + "b" * 100)
+    await asyncio.gather(*map(candidates, all_contexts))
+    assert await all_contexts[0].store.get("candidates") == b'{"ranks":[[[0,100,1]],[[100,100,1]]]}'
+
+
 async def test_the_namespace_and_the_user_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     here = place_of("host")
     assert here == place_of("host") != place_of("other")

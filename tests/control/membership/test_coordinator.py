@@ -19,7 +19,6 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    ParticipantId,
     ParticipantState,
     Prepare,
     Rejected,
@@ -27,6 +26,7 @@ from asynccomm.control.membership.messages import (
     StatusReport,
     View,
 )
+from asynccomm.control.runs import ParticipantId
 from asynccomm.control.transport.schema import MessageError, decode
 from tests.control.simulated_job import Job
 from tests.sampling import examples
@@ -386,7 +386,7 @@ def test_an_heir_tries_again_what_not_all_are_prepared_for(third: str) -> None:
 def test_an_heir_leaves_out_who_is_not_of_what_is_committed() -> None:
     chair = successor()
     chair.want(3)
-    other = replace(K, members=(1, 2))
+    other = replace(K, listed=(1, 2))
     said = chair.hold(ParticipantState.COMMITTED, other, 1, 2)
     assert (3, Excluded("the comm goes on as [1, 2]")) in said
 
@@ -400,7 +400,7 @@ def test_an_heir_refuses_late_calls_as_its_predecessor_did() -> None:
 
 def test_an_heir_waits_for_newcomers_that_are_members() -> None:
     chair = successor()
-    mixed = replace(K, members=(1, "n"))
+    mixed = replace(K, listed=(1, "n"))
     chair.idle(2, 3)
     assert chair.hold(ParticipantState.PREPARED, mixed, 1) == []
     assert chair.hold(ParticipantState.COMMITTED, mixed, "n") == [(1, Commit("k"))]
@@ -431,7 +431,7 @@ def test_an_heir_goes_on_without_who_is_silent_and_its_comm_is_void(known: bool)
 
 def test_what_a_silent_one_has_committed_counts_if_nobody_has_dropped_it() -> None:
     chair = successor()
-    alone = replace(K, members=(3,))
+    alone = replace(K, listed=(3,))
     chair.want(1, 2)
     chair.coordinator.silent(3)
     said = chair.advance()
@@ -449,7 +449,7 @@ def test_what_a_silent_one_has_committed_is_void_once_another_one_is_committed()
     decision = chair.coordinator.decision
     assert decision is not None
     chair.hold(ParticipantState.PREPARED, decision, 1, 2)
-    said = chair.hold(ParticipantState.COMMITTED, replace(K, members=(3,)), 3)
+    said = chair.hold(ParticipantState.COMMITTED, replace(K, listed=(3,)), 3)
     assert [(who, type(order)) for who, order in said] == [(3, Excluded)]
 
 

@@ -10,7 +10,6 @@ from msgspec import to_builtins
 
 from asynccomm.control.membership.messages import (
     MAX_ATTEMPT,
-    MAX_NAME,
     MAX_PEOPLE,
     MAX_PLACE,
     MAX_TEXT,
@@ -29,6 +28,7 @@ from asynccomm.control.membership.messages import (
     describe_participant,
     plain,
 )
+from asynccomm.control.runs import MAX_NAME
 from asynccomm.control.transport.schema import MessageError, decode, dumps, loads
 from tests.cases import cases
 

@@ -135,7 +135,7 @@ def test_left_out_is_final(state: str) -> None:
 @pytest.mark.parametrize(
     ("state", "order"),
     [
-        ("wants", Prepare(replace(K, members=(1, 2)))),
+        ("wants", Prepare(replace(K, listed=(1, 2)))),
         ("wants", Commit("k")),
         ("joins", Commit("k")),
         ("failed", Commit("k")),

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from asynccomm.control.membership import service as elections_module
+from asynccomm.control.membership.coordinator import Coordinator
 from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
     Excluded,
     Finalized,
-    ParticipantId,
     ParticipantState,
     Prepare,
     Rejected,
@@ -26,6 +26,7 @@ from asynccomm.control.membership.messages import (
 from asynccomm.control.membership.service import MembershipService
 from asynccomm.control.messages import Body, OrderMessage, ParticipantReport, Presence, ReportRequest
 from asynccomm.control.router import Router
+from asynccomm.control.runs import ParticipantId
 from asynccomm.control.transport.schema import dumps
 from asynccomm.control.transport.topology import RankAddress, Topology
 
@@ -95,8 +96,9 @@ class Rank:
             case Presence():
                 self.service.on_presence(source)
 
-    def gone(self, rank: int, how: str) -> None:
-        self.service.on_departure(rank, how)
+    def gone(self, ranks: Sequence[int], how: str) -> None:
+        for rank in ranks:
+            self.service.on_departure(rank, how)
         self.job.loop.call_soon(self.job.climb, self)
         if self.router.is_root:
             self.job.loop.call_soon(self.service.on_attached)
@@ -425,6 +427,34 @@ async def test_wishes_that_differ_are_refused_and_may_be_repeated() -> None:
         rank.ask([1, 0])
     await heard(job.ranks, Prepare)
     assert job.ranks[0].members == (1, 0)
+    job.close()
+
+
+class RecordingLoop:
+    """Records the delays of calls, and makes none."""
+
+    def __init__(self) -> None:
+        self.delays: list[float] = []
+
+    def call_soon(self, call: Callable[[str], object], key: str) -> None:
+        self.delays.append(0.0)
+
+    def call_later(self, delay: float, call: Callable[[str], object], key: str) -> None:
+        self.delays.append(delay)
+
+
+async def test_a_long_step_of_the_coordinator_is_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, loop, cpu = Job(3), RecordingLoop(), [0.0]
+    monkeypatch.setattr(elections_module.time, "thread_time", lambda: cpu[0])
+    monkeypatch.setattr(Coordinator, "advance", lambda self, now: cpu.__setitem__(0, cpu[0] + 0.5) or [])
+    root = job.ranks[0].service
+    root._loop = loop  # type: ignore[assignment]
+    for rank in job.all:
+        root.on_report(rank, ParticipantReport(KEY, job.all, StatusReport(ParticipantState.WANTS, 0)))
+    assert loop.delays == [0.0], "one step for all reports of one iteration"
+    root._advance(KEY)
+    root.on_report(1, ParticipantReport(KEY, job.all, StatusReport(ParticipantState.WANTS, 0)))
+    assert loop.delays == [0.0, 2.0]
     job.close()
 
 
