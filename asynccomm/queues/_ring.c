@@ -57,7 +57,7 @@ static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static void copy(char *to, const char *from, size_t nbytes)
 {
     if (nbytes < WITHOUT_GIL) {
-        memcpy(to, from, nbytes);
+        if (nbytes) memcpy(to, from, nbytes); /* no bytes may come from no address */
         return;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -68,7 +68,7 @@ static void copy(char *to, const char *from, size_t nbytes)
 static int open_ring(Ring *r, PyObject *memory, unsigned long long ring, int drops)
 {
     if (PyObject_GetBuffer(memory, &r->memory, PyBUF_WRITABLE)) return -1;
-    if (!ring || ring % LINE || (uint64_t)r->memory.len < DATA + ring) {
+    if (!ring || ring % LINE || r->memory.len < DATA || ring > (uint64_t)r->memory.len - DATA) {
         PyErr_Format(PyExc_ValueError, "a ring of %llu bytes in %zd", ring, r->memory.len);
         return -1;
     }
@@ -160,7 +160,7 @@ static PyObject *Writer_put(PyObject *self, PyObject *args)
         from = (char *)(uintptr_t)PyLong_AsUnsignedLongLong(source);
         if (PyErr_Occurred()) return NULL;
     }
-    if (nbytes > r->ring / 4 - FRAME_HEADER) return PyErr_Format(PyExc_ValueError, "a frame of %llu bytes", nbytes);
+    if (r->ring / 4 < FRAME_HEADER || nbytes > r->ring / 4 - FRAME_HEADER) return PyErr_Format(PyExc_ValueError, "a frame of %llu bytes", nbytes);
     uint64_t at = w->head % r->ring, size = framed(nbytes), end = w->head + (size <= r->ring - at ? size : r->ring - at + size);
     if (end - w->taken > r->ring) {
         int room = make_room(w, end);
