@@ -37,6 +37,7 @@ BY_OPERATION = {
     "backends.nccl.backend",
     "backends.nccl.lowering",
     "backends.nccl.p2p",
+    "backends.nccl.windows",
     "backends.shm.lowering",
     "backends.shm.p2p",
     "backends.shm.payloads",

@@ -428,6 +428,23 @@ class Backend(Handle, abc.ABC):
         """
         raise NotImplementedError(f"backend {self.name!r} shares no tensors")
 
+    async def register(self, tensor: Tensor) -> None:
+        """Register the memory of a tensor, so that collectives need no copy of it. Not collective; on the loop.
+
+        The backend keeps the tensor until ``deregister``, or its end.
+
+        Raises: ValueError for a tensor that cannot be registered, or is; NotImplementedError; RuntimeError;
+            BackendError.
+        """
+        raise NotImplementedError(
+            f"backend {self.name!r} registers no tensors: comm.empty() and comm.memory() make tensors that the ranks "
+            "of a host read without a copy, where a backend can"
+        )
+
+    async def deregister(self, tensor: Tensor) -> None:
+        """End a registration, once the collectives submitted so far are over. Raises: ValueError, BackendError."""
+        raise ValueError(f"tensor must be registered, and backend {self.name!r} registers no tensors")
+
     async def window(self, window: WindowInfo) -> BackendWindow:
         """Make a window. Collective, without a timeout; a cancelled call cleans up.
 

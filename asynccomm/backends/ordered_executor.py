@@ -6,12 +6,18 @@ its sender must not delay any other job. A lane has a thread only while it has j
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import final
+from functools import partial
+from typing import TypeVar, final
+
+from asynccomm.core.mailbox import Mailbox
+
+T = TypeVar("T")
 
 _log = logging.getLogger("asynccomm")
 
@@ -112,6 +118,28 @@ class OrderedExecutor:
                     del self._lanes[lane]
                     self._idle.notify_all()
                     return
+
+    async def run(self, lane: Hashable, job: Callable[[], T], mailbox: Mailbox) -> T:
+        """Run ``job``, and wait for it; an error that it raises is raised here. A cancelled call leaves it running."""
+        done: asyncio.Future[T] = mailbox.loop.create_future()
+
+        def tell(result: T | None, error: Exception | None) -> None:
+            if done.done():
+                return  # cancelled
+            if error is None:
+                done.set_result(result)  # type: ignore[arg-type]
+            else:
+                done.set_exception(error)
+
+        def guarded() -> None:
+            try:
+                tell_later = partial(tell, job(), None)
+            except Exception as exc:
+                tell_later = partial(tell, None, exc)
+            mailbox.post(tell_later)
+
+        self.put(lane, guarded)
+        return await done
 
     def end(self) -> None:
         """End the threads: no more jobs will come."""

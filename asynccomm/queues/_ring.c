@@ -66,7 +66,7 @@ static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static void copy(char *to, const char *from, size_t nbytes)
 {
     if (nbytes < WITHOUT_GIL) {
-        memcpy(to, from, nbytes);
+        if (nbytes) memcpy(to, from, nbytes); /* no bytes may come from no address */
         return;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -77,7 +77,7 @@ static void copy(char *to, const char *from, size_t nbytes)
 static int open_ring(Ring *r, PyObject *memory, unsigned long long ring, int drops)
 {
     if (PyObject_GetBuffer(memory, &r->memory, PyBUF_WRITABLE)) return -1;
-    if (!ring || ring % LINE || (uint64_t)r->memory.len < DATA + ring) {
+    if (!ring || ring % LINE || r->memory.len < DATA || ring > (uint64_t)r->memory.len - DATA) {
         PyErr_Format(PyExc_ValueError, "a ring of %llu bytes in %zd", ring, r->memory.len);
         return -1;
     }
@@ -197,6 +197,14 @@ static void make_pages(Writer *w, uint64_t size)
     Py_END_ALLOW_THREADS
 }
 
+/* Whether a frame of so many bytes may be written; 0 with an exception. */
+static int may_write(const Ring *r, uint64_t nbytes)
+{
+    if (r->ring / 4 >= FRAME_HEADER && nbytes <= r->ring / 4 - FRAME_HEADER) return 1;
+    PyErr_Format(PyExc_ValueError, "a frame of %llu bytes", (unsigned long long)nbytes);
+    return 0;
+}
+
 /* Write and publish a frame of `nbytes` bytes at `from`. */
 static PyObject *put_frame(Writer *w, const Frame *frame, const char *from)
 {
@@ -231,7 +239,7 @@ static PyObject *Writer_put_bytes(PyObject *self, PyObject *const *args, Py_ssiz
     if (PyBytes_AsStringAndSize(args[0], &from, &nbytes)) return NULL;
     unsigned long long number = PyLong_AsUnsignedLongLong(args[1]);
     if (PyErr_Occurred()) return NULL;
-    if ((uint64_t)nbytes > w->ring.ring / 4 - FRAME_HEADER) return PyErr_Format(PyExc_ValueError, "a frame of %zd bytes", nbytes);
+    if (!may_write(&w->ring, (uint64_t)nbytes)) return NULL;
     Frame frame = {(uint32_t)nbytes, BYTES, 1, 0, (uint64_t)nbytes, number};
     return put_frame(w, &frame, from);
 }
@@ -239,7 +247,6 @@ static PyObject *Writer_put_bytes(PyObject *self, PyObject *const *args, Py_ssiz
 static PyObject *Writer_put(PyObject *self, PyObject *args)
 {
     Writer *w = (Writer *)self;
-    Ring *r = &w->ring;
     unsigned int kind, first, head;
     unsigned long long total, number, nbytes;
     PyObject *source;
@@ -253,7 +260,7 @@ static PyObject *Writer_put(PyObject *self, PyObject *args)
         from = (char *)(uintptr_t)PyLong_AsUnsignedLongLong(source);
         if (PyErr_Occurred()) return NULL;
     }
-    if (nbytes > r->ring / 4 - FRAME_HEADER) return PyErr_Format(PyExc_ValueError, "a frame of %llu bytes", nbytes);
+    if (!may_write(&w->ring, nbytes)) return NULL;
     Frame frame = {(uint32_t)nbytes, kind, first, head, total, number};
     return put_frame(w, &frame, from);
 }

@@ -178,6 +178,8 @@ class Window(Handle):
         """Read from the memory of ``rank`` into ``tensor``.
 
         Returns: Work of ``tensor``.
+
+        Raises: NotImplementedError on ``nccl``, as for ``accumulate``.
         """
         fast = self._fast if timeout is None else None
         if fast is not None and (work := fast.get(tensor, rank, offset)) is not None:
@@ -236,7 +238,7 @@ class Window(Handle):
         return self._submit(WindowWait.of(self._info, slot, value, cmp), timeout)
 
     def signal_value(self, slot: SupportsIndex = 0) -> int:
-        """The present value of signal ``slot`` of this rank."""
+        """The present value of signal ``slot`` of this rank. On ``nccl`` only ``wait_signal`` shows the puts before."""
         self._check_open()
         return self._backend.load(self._info.check_slot(slot))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from asynccomm.backends import ordered_executor as module
 from asynccomm.backends.ordered_executor import OrderedExecutor
+from asynccomm.core.mailbox import Mailbox
 
 PATIENCE = 20.0  # seconds until a test that hangs is given up
 
@@ -249,3 +251,19 @@ def test_all_threads_end_with_the_lanes() -> None:
     for thread in made:
         thread.join(5.0)
         assert not thread.is_alive(), "it waits until it has been idle for long"
+
+
+async def test_a_coroutine_waits_for_a_job(gate: threading.Event) -> None:
+    lanes, mailbox = OrderedExecutor("awaited", 2), Mailbox(asyncio.get_running_loop())
+    assert await lanes.run("lane", lambda: threading.current_thread().name, mailbox) == "awaited"
+    with pytest.raises(ZeroDivisionError):
+        await lanes.run("lane", lambda: 1 // 0, mailbox)
+    done: list[int] = []
+    task = asyncio.ensure_future(lanes.run("lane", lambda: (gate.wait(PATIENCE), done.append(1)), mailbox))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.set()
+    assert await lanes.run("lane", lambda: done, mailbox) == [1], "a cancelled wait has ended the job"
+    lanes.end()

@@ -263,3 +263,14 @@ def test_arguments_that_would_leave_the_memory_are_refused() -> None:
             kinds[1](segment.raw, 0, RING, 64, False)
         with pytest.raises(ValueError, match="a ring of"):
             kinds[0](segment.raw, 0, 2 * RING, False)
+        with pytest.raises(ValueError, match="a ring of"):
+            kinds[0](segment.raw, 0, 2**64 - 64, False)  # with the memory before the ring, a small number
+        with pytest.raises(ValueError, match="a frame of"):
+            kinds[0](segment.raw, 0, 64, False).put(BYTES, 1, 0, 40, 0, bytes(40), 40)  # there is room for no frame
+
+
+@kinds
+def test_an_empty_payload_has_no_address(kinds: Any) -> None:
+    _, writer, (reader,) = ends(kinds, RING)
+    assert writer.put(BYTES, 1, 0, 0, 0, 0, 0) == PUBLISHED
+    assert reader.take(1, 1) == [b""]

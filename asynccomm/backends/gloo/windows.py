@@ -5,6 +5,8 @@ the other and carries them out, also while the event loop is blocked. A request 
 payload in it. A long payload follows under another tag, and is received in its place. Replies to ``get`` and ``fence``
 come in the order of the requests, so the requesting rank posts their receives in that order.
 
+A short request is on its way, and its operation done, when the call returns.
+
 A closing rank sends a request that ends the other side's thread.
 """
 
@@ -13,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from ctypes import memmove
 from enum import IntEnum
 from functools import partial
 from typing import Final, NamedTuple, Self, final
@@ -45,6 +49,8 @@ REQUEST_TAG: Final = 2**31 - 4  # these are above the tags of messages, and belo
 PAYLOAD_TAG: Final = 2**31 - 5
 REPLY_TAG: Final = 2**31 - 6
 SHORT: Final = 4096  # bytes of payload that travel in the request
+MOST_SENT: Final = 64  # short requests to a rank, until an operation waits for all of them: else they would pile up
+AHEAD: Final = 4  # receives of requests that wait: a signal mostly follows its put, and needs no wake-up of its own
 ACK_BYTES: Final = 1
 CLOSE_SECONDS: Final = 0.2  # for the other ranks to close, too
 
@@ -74,12 +80,14 @@ class WindowRequest(NamedTuple):
 
     def message(self, payload: Tensor | None = None) -> Tensor:
         """The request as one message, with a payload of bytes that is short."""
-        head = torch.frombuffer(bytearray(_REQUEST.pack(*self)), dtype=torch.uint8)
-        return head if payload is None else torch.cat([head, payload])
+        message = bytearray(_REQUEST.pack(*self))
+        if payload is not None:
+            message += payload.numpy().data
+        return torch.frombuffer(message, dtype=torch.uint8)
 
     @classmethod
     def of(cls, message: Tensor) -> Self:
-        return cls(*_REQUEST.unpack(message[: _REQUEST.size].numpy().tobytes()))
+        return cls(*_REQUEST.unpack_from(message.numpy().data))
 
 
 _REQUEST: Final = struct.Struct("=6qQq")
@@ -100,6 +108,7 @@ class WindowService:
         self._on_error = on_error
         self._lanes = OrderedExecutor(f"{name}-windows", 2 * group.size)
         self._parts: dict[int, ServedPart] = {}
+        self._sent: list[list[Callable[[], object]]] = [[] for _ in range(group.size)]  # short requests, not waited for
         self._ended = False
         self._gone: set[int] = set()  # ranks that have closed
         self._threads = [
@@ -123,14 +132,20 @@ class WindowService:
     def _serve(self, peer: int) -> None:
         """Serve the requests of ``peer``, until it closes. On a thread of its own."""
         try:
-            while True:
-                message = torch.zeros(_REQUEST.size + SHORT, dtype=torch.uint8, device="cpu")
-                self._gloo.recv(message, peer, REQUEST_TAG).wait()
+            messages = deque(
+                [torch.zeros(_REQUEST.size + SHORT, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
+            )
+            arrivals = deque([self._gloo.recv(message, peer, REQUEST_TAG) for message in messages])
+            while arrivals:
+                arrivals.popleft().wait()
+                message = messages.popleft()
                 request = WindowRequest.of(message)
-                if request.kind == RequestKind.GOODBYE:
+                if request.kind == RequestKind.GOODBYE:  # one for each receive
                     self._gone.add(peer)
-                    return
+                    continue
                 self._carry_out(peer, request, message[_REQUEST.size :])
+                messages.append(message)
+                arrivals.append(self._gloo.recv(message, peer, REQUEST_TAG))
         except Exception as exc:
             self._fail(f"serving the windows of rank {peer}", exc)
 
@@ -139,10 +154,11 @@ class WindowService:
         start, nbytes = request.start, request.nbytes
         if part is None or not 0 <= start <= start + nbytes <= part.memory.numel():
             raise BackendError(f"rank {peer} sent a request that fits no window: {request}")
+        if request.kind == RequestKind.PUT and nbytes <= SHORT:  # torch's views would take most of a short copy
+            memmove(part.memory.data_ptr() + start, payload.data_ptr(), nbytes)
+            return
         memory = part.memory[start : start + nbytes]
         match request.kind:
-            case RequestKind.PUT if nbytes <= SHORT:
-                memory.copy_(payload[:nbytes])
             case RequestKind.PUT:
                 self._gloo.recv(memory, peer, PAYLOAD_TAG).wait()
             case RequestKind.ACCUMULATE if request.dtype in BY_CODE:
@@ -178,7 +194,7 @@ class WindowService:
                 self._get(op, submission)
             elif isinstance(op, WindowSignal):
                 request = WindowRequest(RequestKind.SIGNAL, op.window, slot=op.slot, value=op.value, add=op.add)
-                self._send(op.peer, submission, [self._request(op.peer, request.message())])
+                self._send_short(op.peer, submission, request.message())
             else:
                 assert isinstance(op, WindowTransfer), op
                 self._put(op, submission)  # a get of nothing is a put of nothing
@@ -197,13 +213,20 @@ class WindowService:
         data = bytes_of(submission.inputs[0]) if submission.inputs else room(0)
         request = WindowRequest(kind, op.window, op.start, op.nbytes, CODES[op.dtype])
         if op.nbytes <= SHORT:
-            steps = [self._request(op.peer, request.message(data))]
-        else:
-            steps = [
-                self._request(op.peer, request.message()),
-                self._gloo.send(data, op.peer, PAYLOAD_TAG).wait,
-            ]
+            self._send_short(op.peer, submission, request.message(data))
+            return
+        steps = [self._request(op.peer, request.message()), self._gloo.send(data, op.peer, PAYLOAD_TAG).wait]
         self._send(op.peer, submission, steps)
+
+    def _send_short(self, peer: int, submission: Submission, message: Tensor) -> None:
+        """Send a request that holds all of its operation, which is done then; of many, one waits for those before."""
+        sent = self._sent[peer]
+        sent.append(self._request(peer, message))
+        if len(sent) < MOST_SENT:
+            submission.work.settle()
+        else:
+            self._sent[peer] = []
+            self._send(peer, submission, sent)
 
     def _get(self, op: WindowTransfer, submission: Submission) -> None:
         values, copy_back = place(submission.outputs[0])
@@ -258,13 +281,13 @@ class WindowService:
     def close(self) -> bool:
         """Say goodbye to all ranks; returns whether the threads have ended; else only an abort ends them."""
         if not self._ended:
-            goodbyes = []
             for peer in range(self._size):
                 if peer != self._rank:
+                    sent = self._sent[peer]
                     with contextlib.suppress(RuntimeError):
-                        goodbyes.append(self._request(peer, WindowRequest(RequestKind.GOODBYE).message()))
-            for goodbye in goodbyes:
-                self._lanes.put(goodbye, partial(_ignoring_errors, goodbye))
+                        for _ in range(AHEAD):
+                            sent.append(self._request(peer, WindowRequest(RequestKind.GOODBYE).message()))
+                    self._lanes.put(("goodbye", peer), partial(_ignoring_errors, sent))
         self.join(CLOSE_SECONDS)
         self.abort()
         return not any(thread.is_alive() for thread in self._threads)
@@ -280,9 +303,10 @@ class WindowService:
         self._lanes.end()
 
 
-def _ignoring_errors(step: Callable[[], object]) -> None:
+def _ignoring_errors(steps: Sequence[Callable[[], object]]) -> None:
     with contextlib.suppress(RuntimeError):
-        step()
+        for step in steps:
+            step()
 
 
 @final

@@ -25,11 +25,17 @@ Rules of NCCL (2.28 to 2.32) that callers must follow:
 - Only one thread at a time may call NCCL for a device, even for different communicators. Only ``abort`` and
   ``progress`` may be called from other threads.
 - Calls that make a communicator need its CUDA device as the current device; the caller sets it.
+- A communicator's first one-sided call, and the registration of a window, wait for all of its ranks (to 2.30), and the
+  signals of one-sided calls are those of the communicator, not of a window. So each window has a communicator of its
+  own, and all ranks make a one-sided call before one of them uses the window.
+- A ``put_signal`` reads memory of a window, and the target sees its bytes only behind a ``wait_signal`` that counts its
+  signal. A wait takes signals away: each is waited for once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -82,6 +88,20 @@ _OPTIONAL: Final = {
     "shrink": "CommShrink",
     "estimate": "GroupSimulateEnd",
 }
+_FEATURES: Final = {
+    "windows": (
+        "MemAlloc",
+        "MemFree",
+        "CommWindowRegister",
+        "CommWindowDeregister",
+        "PutSignal",
+        "Signal",
+        "WaitSignal",
+    ),
+    "register": ("CommRegister", "CommDeregister"),
+}
+_SYMMETRIC: Final = 1  # flag of a window: the same layout on all ranks, as one-sided calls need it
+_WAIT: Final = struct.Struct("=4i")  # of a wait: signals, peer, number of the signal, context
 _NO_COLOR: Final = -1
 _MICROSECOND: Final = 1e-6  # NCCL's unit of estimates; nccl4py does not convert it, contrary to its documents
 _NO_ROOT: Final = -1
@@ -119,6 +139,12 @@ class CommHandle(Protocol):
 
     def __int__(self) -> int:
         """The address of the communicator."""
+
+
+class NcclWindowHandle(Protocol):
+    """A handle to a window; false while its registration is in progress."""
+
+    def __bool__(self) -> bool: ...
 
 
 @final
@@ -164,7 +190,7 @@ class Nccl(Protocol):
 
     @property
     def native(self) -> frozenset[str]:
-        """The subset of all_to_all, gather, scatter, shrink and estimate that the library has."""
+        """The subset of all_to_all, gather, scatter, shrink, estimate, windows and register that the library has."""
 
     def unique_id(self) -> bytes:
         """128 bytes, the same for all ranks of one new communicator.
@@ -259,6 +285,39 @@ class Nccl(Protocol):
     def drop_reduction(self, op: int, comm: CommHandle) -> None:
         """Free a reduction of ``pre_mul_sum``. Allowed as soon as the calls that use the reduction have returned."""
 
+    def register(self, comm: CommHandle, buf: int, nbytes: int) -> int:
+        """Register memory, so that NCCL may run collectives there without a copy; returns a handle. Not collective."""
+
+    def deregister(self, comm: CommHandle, handle: int) -> None:
+        """End a registration, which no operation in flight uses."""
+
+    def mem_alloc(self, nbytes: int) -> int:
+        """The address of new memory on the current device, fit for a window."""
+
+    def mem_free(self, address: int) -> None:
+        """Free memory of ``mem_alloc`` that nothing uses."""
+
+    def window_register(self, comm: CommHandle, buf: int, nbytes: int) -> NcclWindowHandle:
+        """Make memory a window, with the same ``nbytes`` on all ranks. Collective."""
+
+    def window_deregister(self, comm: CommHandle, window: NcclWindowHandle) -> None:
+        """End a window that nothing uses. Not collective."""
+
+    def put_signal(
+        self, buf: int, nbytes: int, peer: int, window: NcclWindowHandle, offset: int, comm: CommHandle, stream: int
+    ) -> None:
+        """Copy bytes of a window to byte ``offset`` of the window of ``peer``, and signal that.
+
+        Args:
+            window: this rank's handle.
+        """
+
+    def signal(self, peer: int, comm: CommHandle, stream: int) -> None:
+        """Signal without a copy."""
+
+    def wait_signal(self, counts: Mapping[int, int], comm: CommHandle, stream: int) -> None:
+        """Make the stream wait for so many further signals of each peer, and for the copies before them."""
+
 
 @cache
 def load() -> Nccl:
@@ -282,13 +341,14 @@ def load() -> Nccl:
         ) from exc
     if number < _OLDEST:
         raise BackendError(
-            f"NCCL {_dotted(number)} is too old: asynccomm needs {_dotted(_OLDEST)} or newer; install a newer torch"
+            f"NCCL {dotted(number)} is too old: asynccomm needs {dotted(_OLDEST)} or newer; install a newer torch"
         )
     missing = [f"nccl{name}" for name in _NEEDED if not inspect(f"__nccl{name}")]
     if missing:
-        raise BackendError(f"the loaded libnccl, version {_dotted(number)}, has no {', '.join(missing)}")
-    native = frozenset(name for name, symbol in _OPTIONAL.items() if inspect(f"__nccl{symbol}"))
-    return _Loaded(bindings, number, native)
+        raise BackendError(f"the loaded libnccl, version {dotted(number)}, has no {', '.join(missing)}")
+    native = {name for name, symbol in _OPTIONAL.items() if inspect(f"__nccl{symbol}")}
+    native |= {name for name, symbols in _FEATURES.items() if all(inspect(f"__nccl{symbol}") for symbol in symbols)}
+    return _Loaded(bindings, number, frozenset(native))
 
 
 def _check_bindings() -> None:
@@ -312,7 +372,8 @@ def _extra() -> str:
     return f"asynccomm[cu{cuda.partition('.')[0]}]"
 
 
-def _dotted(number: int) -> str:
+def dotted(number: int) -> str:
+    """The version of NCCL as its documents write it: 23007 is 2.30.7."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
@@ -401,7 +462,42 @@ class _Loaded:
     def drop_reduction(self, op: int, comm: CommHandle) -> None:
         self._do("drop a reduction", comm, self._nccl.red_op_destroy, op, comm)
 
+    def register(self, comm: CommHandle, buf: int, nbytes: int) -> int:
+        handle: int = self._do("register memory", comm, self._nccl.comm_register, comm, buf, nbytes)
+        return handle
+
+    def deregister(self, comm: CommHandle, handle: int) -> None:
+        self._do("deregister memory", comm, self._nccl.comm_deregister, comm, handle)
+
+    def mem_alloc(self, nbytes: int) -> int:
+        address: int = self._do(f"allocate {nbytes} bytes of memory", None, self._nccl.mem_alloc, nbytes)
+        return address
+
+    def mem_free(self, address: int) -> None:
+        self._do("free memory", None, self._nccl.mem_free, address)
+
+    def window_register(self, comm: CommHandle, buf: int, nbytes: int) -> NcclWindowHandle:
+        call = self._nccl.comm_window_register
+        made: NcclWindowHandle = self._do("register a window", comm, call, comm, buf, nbytes, _SYMMETRIC)
+        return made
+
+    def window_deregister(self, comm: CommHandle, window: NcclWindowHandle) -> None:
+        self._do("deregister a window", comm, self._nccl.comm_window_deregister, comm, window)
+
     # -- frequent calls
+
+    def put_signal(
+        self, buf: int, nbytes: int, peer: int, window: NcclWindowHandle, offset: int, comm: CommHandle, stream: int
+    ) -> None:
+        call, byte = self._nccl.put_signal, DTYPES[torch.uint8]
+        self._do("start put", comm, call, buf, nbytes, byte, peer, window, offset, 0, 0, 0, comm, stream)
+
+    def signal(self, peer: int, comm: CommHandle, stream: int) -> None:
+        self._do("start signal", comm, self._nccl.signal, peer, 0, 0, 0, comm, stream)
+
+    def wait_signal(self, counts: Mapping[int, int], comm: CommHandle, stream: int) -> None:
+        waits = bytearray(b"".join([_WAIT.pack(count, peer, 0, 0) for peer, count in counts.items()]))
+        self._do("start wait_signal", comm, self._nccl.wait_signal, len(counts), waits, comm, stream)
 
     def group_start(self) -> None:
         self._do("start a group", None, self._nccl.group_start)

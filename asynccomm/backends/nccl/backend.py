@@ -27,15 +27,17 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from hashlib import sha1
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import anyio
 import anyio.to_thread
+from torch import Tensor
 
-from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.base import Backend, BackendContext, BackendWindow, Submission
 from asynccomm.backends.latch import Latch
 from asynccomm.backends.nccl import call_streams, estimates
+from asynccomm.backends.nccl.api import CommHandle
 from asynccomm.backends.nccl.communicator import END_SECONDS, Communicator, end_all
 from asynccomm.backends.nccl.device import DeviceStream, Event
 from asynccomm.backends.nccl.hazard_tracker import Entry, HazardTracker
@@ -43,20 +45,23 @@ from asynccomm.backends.nccl.hints import HINTS, check, config_of
 from asynccomm.backends.nccl.lowering import lower
 from asynccomm.backends.nccl.p2p import PointToPoint
 from asynccomm.backends.nccl.plan import Capabilities, LoweredBatch, Step
+from asynccomm.backends.nccl.registrations import Registrations
 from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.backends.nccl.transfers import Transfers
+from asynccomm.backends.nccl.windows import NcclWindow
 from asynccomm.backends.ordered_executor import OrderedExecutor
-from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.tasks import shielded, shielded_acquire
 from asynccomm.core.work import Work
-from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import Barrier, Call, GroupedOp, Op, Parcels, PeerOp, TensorOp
+from asynccomm.errors import AsyncCommError, BackendError, BrokenError
+from asynccomm.ops import Barrier, Call, GroupedOp, Op, Parcels, PeerOp, TensorOp, WindowInfo
 
 LOOK_SECONDS: Final = 0.1  # between two checks of a communicator for errors, while an operation takes long
 QUIET_SECONDS: Final = 1.0  # for threads to return from aborted calls
 LANES: Final = 16  # threads that receive payloads; 4 more per rank may wait for NCCL to connect, in both directions
+
+T = TypeVar("T")
 
 _log = logging.getLogger("asynccomm")
 
@@ -71,7 +76,7 @@ class NcclBackend(Backend):
     def __init__(self, context: BackendContext, platform: DeviceRuntime, side: SideChannel, unique_id: bytes) -> None:
         group = context.group
         self._rank, self._size = group.rank, group.size
-        self._on_error = context.on_error
+        self._context, self._on_error = context, context.on_error
         self._platform, self._side = platform, side
         self._device, self._poller = device, poller = platform.device, platform.poller
         dtypes = frozenset([dtype for dtype in platform.nccl.dtypes if device.reduces(dtype)])
@@ -114,6 +119,8 @@ class NcclBackend(Backend):
         self._waiting = 0  # batches queued for a lane, because NCCL may have to connect for one of them
         self._question = poller.ask(self._all_is_well, every=LOOK_SECONDS, stream=self._communicator.stream.handle)
         self._driven: WeakKeyDictionary[Work[Any], Work[None]] = WeakKeyDictionary()  # -> Work on the side channel
+        self._windows: list[NcclWindow] = []
+        self._registrations = Registrations(platform.nccl, self._in_order)
         self._wreck: list[object] = []  # batches whose start failed half-way: their memory is kept as long as the comm
         self._ending_lock = threading.Lock()
         self._ending: threading.Thread | None = None
@@ -148,7 +155,8 @@ class NcclBackend(Backend):
             raise
         try:
             if context.hints.get("connect") != "lazy":
-                await backend._connected_by_thread(context.mailbox)
+                # on a lane: nothing ends an init that blocks, and daemon threads do not delay the process's exit
+                await backend._lanes.run("collectives", backend._connect, context.mailbox)
         except BaseException:
             backend.abort()
             await shielded(backend.aclose())
@@ -159,29 +167,6 @@ class NcclBackend(Backend):
         stream = self._device.new_stream(high_priority=self._high_priority)
         self._streams.append(stream)
         return stream
-
-    async def _connected_by_thread(self, mailbox: Mailbox) -> None:
-        """Connect on a lane: nothing ends an init that blocks, and daemon threads do not delay the process's exit."""
-        done: asyncio.Future[None] = mailbox.loop.create_future()
-
-        def tell(error: BrokenError | None) -> None:
-            if done.done():
-                return  # cancelled
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
-        def job() -> None:
-            error = None
-            try:
-                self._connect()
-            except BrokenError as exc:
-                error = exc
-            mailbox.post(partial(tell, error))
-
-        self._lanes.put("collectives", job)
-        await done
 
     def _connect(self) -> None:
         """Connect the communicator. Blocks until all ranks have done so. Raises: BackendError."""
@@ -230,9 +215,19 @@ class NcclBackend(Backend):
 
     def _bar(self, op: Barrier, work: Work[Any]) -> None:
         # done once all ranks have called the barrier and this rank's earlier collectives are done, as in other backends
-        both = Latch(2, work.settle)
+        both = Latch(2, partial(self._passed_barrier, op, work))
         self._after_all(both)
         self._driven[work] = self._side.submit(Call(op, (), (), None), both)
+
+    def _passed_barrier(self, op: Barrier, work: Work[Any], error: AsyncCommError | None) -> None:
+        """Settle a barrier, behind the puts to this rank that the others had fenced."""
+        windows = [window for window in self._windows if not window.ended]
+        if error is not None or not windows:
+            work.settle(error)
+            return
+        shown = Latch(len(windows), work.settle)
+        for window in windows:
+            window.show(op, shown)
 
     def _exchange(
         self, submission: Submission, op: Parcels, stream: DeviceStream, called: Event, entry: Entry, late: bool
@@ -456,9 +451,52 @@ class NcclBackend(Backend):
                 if (driver := self._driven.get(submission.work)) is not None:
                     self._side.before_block(driver)
 
+    async def window(self, window: WindowInfo) -> BackendWindow:
+        made = await NcclWindow.connect(self._context, window, self._platform, self._side, self._config)
+        self._windows = [each for each in self._windows if not each.ended or not each.join(0.0)]
+        self._windows.append(made)
+        return made
+
+    # -- registered tensors -------------------------------------------------------------------------------------------
+
+    async def register(self, tensor: Tensor) -> None:
+        await self._registrations.add(tensor)
+
+    async def deregister(self, tensor: Tensor) -> None:
+        mailbox = self._context.mailbox
+        passed: asyncio.Future[None] = mailbox.loop.create_future()
+
+        def tell() -> None:
+            if not passed.done():
+                passed.set_result(None)
+
+        self._after_all(lambda _: mailbox.post(tell))
+        await passed
+        await self._registrations.remove(tensor)
+
+    async def _in_order(self, call: Callable[[CommHandle, int], T]) -> T:
+        """Make a call of NCCL that waits for no other rank, in the order of the collectives."""
+
+        def job() -> T:
+            try:
+                return self._communicator.run(call)
+            finally:
+                with self._lock:
+                    self._waiting -= 1
+
+        with self._lock:
+            if not self._connected:
+                raise RuntimeError(
+                    "NCCL is not connected yet: run a collective on this comm, and await it, before registering"
+                )
+            self._waiting += 1
+        return await self._lanes.run("collectives", job, self._context.mailbox)
+
     # -- closing ------------------------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
+        for window in self._windows:
+            window.close()
         await self._side.aclose()
         await anyio.to_thread.run_sync(self._close)
 
@@ -468,12 +506,14 @@ class NcclBackend(Backend):
         with self._ending_lock:
             if self._ending is None:
                 patience = END_SECONDS
-                self._lanes.join(patience)
+                if self._lanes.join(patience):
+                    self._registrations.end(self._communicator)
                 self._ending = self._end(abort=False)
         self._ending.join(END_SECONDS)
+        windows_ended = [window.join(patience) for window in self._windows]
         quiet = self._lanes.join(patience)  # a lane may be in an init that waits for a lost rank
         self._lanes.end()
-        if quiet and not self._ending.is_alive():
+        if quiet and all(windows_ended) and not self._ending.is_alive():
             for stream in self._streams:
                 self._device.end_stream(stream)
         else:
@@ -484,6 +524,8 @@ class NcclBackend(Backend):
 
     def _end(self, *, abort: bool) -> threading.Thread:
         communicators = [self._communicator, *self._transfers.stop()]
+        if abort:  # with those of the windows: they end together
+            communicators += [window.stream.communicator for window in self._windows]
         return end_all(self._platform.nccl, self._device, communicators, abort=abort)
 
     def _not_begun(self, entry: Entry, exc: Exception) -> None:
@@ -497,6 +539,8 @@ class NcclBackend(Backend):
             if self._ending is not None:
                 return
             self._ending = self._end(abort=True)
+        for window in self._windows:
+            window.abort()
         self._side.abort()
 
     def close_at_exit(self) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ SPIN_SECONDS: Final = 200e-6  # spin before the first sleep: a launch by NCCL's 
 LOOK_SECONDS: Final = 1e-3  # longest sleep between two polls of a communicator that is not ready
 LEAVE_SECONDS: Final = 1.0  # for other threads to return from NCCL before the communicator is ended
 END_SECONDS: Final = 10.0  # for NCCL to end a communicator; after this, its thread is abandoned
+
+T = TypeVar("T")
 
 _log = logging.getLogger("asynccomm")
 
@@ -109,6 +111,16 @@ class Communicator:
                 for reduction in made:
                     nccl.drop_reduction(reduction, handle)
         self._known |= _kinds(calls)
+
+    def run(self, call: Callable[[CommHandle, int], T]) -> T:
+        """Make a call of NCCL outside of all groups, given the handle and the stream's. Blocks until NCCL is ready.
+
+        For one thread at a time. Raises: BackendError.
+        """
+        with self._device.here(), self._inside() as handle:
+            result = call(handle, self.stream.handle)
+            self._until_ready()
+        return result
 
     def estimate(self, calls: Sequence[NcclCall], *, known: bool) -> float:
         """The seconds that ``calls`` take as one group, or a negative number if NCCL has no estimate. Nothing runs.

@@ -82,6 +82,12 @@ class Device(Protocol):
     def empty(self, nbytes: int, stream: DeviceStream) -> Tensor:
         """New bytes, for use on ``stream``."""
 
+    def bytes_at(self, address: int, nbytes: int, owner: object) -> Tensor:
+        """Memory of the device that ``owner`` frees, as bytes; their tensor, and its views, keep ``owner``."""
+
+    def synchronize(self) -> None:
+        """Block until all work on the device is done."""
+
     def lend(self, tensor: Tensor, stream: DeviceStream) -> None:
         """Declare that ``tensor``, made for another stream, is also used on ``stream`` from now on."""
 
@@ -119,6 +125,20 @@ class _CudaStream:
     def run(self, step: Callable[[], object]) -> None:
         with torch.cuda.stream(self.stream):
             step()
+
+
+@final
+class _Owned:
+    """Memory as torch takes it from other libraries: the tensor keeps this object."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 2,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+        }
+        self.owner = owner
 
 
 @final
@@ -217,6 +237,13 @@ class Cuda:
     def empty(self, nbytes: int, stream: DeviceStream) -> Tensor:
         with torch.inference_mode(False), self.allocating(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def bytes_at(self, address: int, nbytes: int, owner: object) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.as_tensor(_Owned(address, nbytes, owner), device=self._device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def lend(self, tensor: Tensor, stream: DeviceStream) -> None:
         assert isinstance(stream, _CudaStream)

@@ -14,14 +14,39 @@ from typing import Self, final
 
 import torch
 
-from asynccomm.backends.base import Backend, BackendContext, Submission, UnsuitableError
+from asynccomm.backends.base import Backend, BackendContext, BackendWindow, Submission, UnsuitableError
 from asynccomm.backends.registry import candidates, load_backend
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
-from asynccomm.ops import Call
+from asynccomm.ops import Call, WindowInfo, WindowOp
 
 _CPU = torch.device("cpu")
+
+
+@final
+class SideWindow:
+    """A window of the side channel. From any thread."""
+
+    def __init__(self, window: BackendWindow, mailbox: Mailbox) -> None:
+        self.window = window
+        self._mailbox = mailbox
+        self._lock = threading.RLock()  # one call at a time
+        self._number = 0
+
+    def submit(self, op: WindowOp, done: Callable[[AsyncCommError | None], object]) -> Work[None]:
+        """Run an operation without tensors; as ``SideChannel.submit``."""
+
+        def settled(work: Work[None]) -> None:
+            done(work.take_error())
+
+        with self._lock:
+            self._number += 1
+            work: Work[None] = Work(
+                op, self._number, self._mailbox, value=None, timeout=math.inf, on_settled=settled, driver=self.window
+            )
+            self.window.submit((Submission(Call(op, (), (), None), work),))
+        return work
 
 
 @final
@@ -73,6 +98,11 @@ class SideChannel:
             )
             self._backend.submit((Submission(call, work),))
         return work
+
+    async def window(self, window: WindowInfo) -> SideWindow:
+        """Make a window on the host, between the same ranks. Collective; see ``Backend.window``."""
+        info = replace(window, group=replace(window.group, device=_CPU))
+        return SideWindow(await self._backend.window(info), self._mailbox)
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from asynccomm.backends.base import Backend
 from asynccomm.comm.memory_mode import SharedMemoryMode
 from asynccomm.comm.methods.base import CommBase
-from asynccomm.ops.validation import as_index
+from asynccomm.ops.validation import as_index, check_tensor
 from asynccomm.ops.windows import check_shape
 
 
@@ -82,3 +82,35 @@ class SharedTensors(CommBase):
         if type(backend).shared_tensor is Backend.shared_tensor:
             return nullcontext()
         return SharedMemoryMode(backend.shared_tensor)
+
+    async def register(self, tensor: Tensor) -> None:
+        """Register the memory of a tensor with NCCL, which may then run collectives there without copies of its own.
+
+        ::
+
+            await comm.register(gradient)
+            for step in range(steps):
+                await comm.all_reduce(gradient)
+            await comm.deregister(gradient)
+
+        Not collective; NCCL gains from it where all ranks register the tensors of a collective. The results are those
+        of any other tensors. The comm keeps the tensor until :meth:`deregister`, or until the comm is closed.
+        Cancelling registers the tensor all the same.
+
+        Only on ``nccl``. A process of the CPU cannot give other processes its own memory: there, :meth:`empty` and
+        :meth:`memory` make tensors in memory that they can read.
+
+        Raises: ValueError for a tensor that is not contiguous, has no elements, or is registered; NotImplementedError
+            on other backends; RuntimeError before NCCL is connected; BackendError if NCCL refuses; TypeError,
+            ClosedError, BrokenError.
+        """
+        check_tensor(self._group, "tensor", tensor)
+        await self.unsafe_get_backend().register(tensor.detach())
+
+    async def deregister(self, tensor: Tensor) -> None:
+        """End the registration of a tensor, once the collectives of this rank that were called before are over.
+
+        Raises: ValueError for a tensor that is not registered with this comm; as :meth:`register`.
+        """
+        check_tensor(self._group, "tensor", tensor)
+        await self.unsafe_get_backend().deregister(tensor.detach())

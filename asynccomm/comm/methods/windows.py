@@ -56,7 +56,8 @@ class Windows(CommBase):
             timeout: seconds or a timedelta; None: the comm's time limit.
 
         Raises: NotImplementedError on a backend without windows; ValueError on all ranks if ``signals`` differ;
-            UnsuitableError on all ranks if there is no memory; the errors of all operations.
+            UnsuitableError on all ranks if there is no memory, or NCCL is older than 2.29; the errors of all
+            operations.
         """
         if (nbytes is None) == (like is None):
             raise TypeError(f"give one of nbytes and like, got nbytes={nbytes!r} and like={like!r}")

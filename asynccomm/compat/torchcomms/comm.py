@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid as uuids
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, SupportsIndex, final
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from asynccomm.backends.base import Backend
@@ -216,6 +217,30 @@ class TorchComm(TorchCollectiveMethods):
         """True: on all backends."""
         return True
 
+    # -- registered memory --------------------------------------------------------------------------------------------
+
+    def tensor_register(self, tensor: Tensor) -> Any:
+        """Register the memory of ``tensor`` with NCCL; in a coroutine, ``await`` the call. The comm keeps the tensor.
+
+        Raises: NotImplementedError on other backends; RuntimeError for a tensor that is registered, has no elements, or
+            is not contiguous.
+        """
+        return self._registration(self._here().comm.register, tensor)
+
+    def tensor_deregister(self, tensor: Tensor) -> Any:
+        """End the registration of ``tensor``, once earlier collectives are over; in a coroutine, ``await`` the call.
+
+        Raises: RuntimeError for a tensor that is not registered.
+        """
+        return self._registration(self._here().comm.deregister, tensor)
+
+    def _registration(self, call: Callable[[Tensor], Coroutine[Any, Any, None]], tensor: Tensor) -> Any:
+        async def made() -> None:
+            with refusing():
+                await call(tensor)
+
+        return self._here().awaited(made)
+
     # -- windows ------------------------------------------------------------------------------------------------------
 
     def window_allocate(
@@ -225,7 +250,7 @@ class TorchComm(TorchCollectiveMethods):
 
         Args:
             window_size: bytes of this rank's memory; the ranks may differ in it.
-            cpu_buf: whether the memory is the host's; on the CPU it always is.
+            cpu_buf: whether the memory is the host's; on the CPU it always is, and never on a GPU.
             signal_size: number of signals of each rank, the same on all ranks.
 
         Returns: a TorchCommWindow; an awaitable of it where a loop runs.
@@ -235,6 +260,11 @@ class TorchComm(TorchCollectiveMethods):
         if not isinstance(cpu_buf, bool):
             raise TypeError(f"cpu_buf must be True or False, got {cpu_buf!r}")
         here = self._here()
+        if cpu_buf and here.comm.device.type != "cpu":
+            with refusing():
+                raise ValueError(
+                    f"cpu_buf must be False: windows of backend {here.comm.backend!r} are in the GPU's memory"
+                )
 
         async def made() -> TorchCommWindow:
             with refusing():

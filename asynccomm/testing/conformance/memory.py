@@ -74,3 +74,26 @@ async def modules_are_made_in_shared_memory(comm: Comm) -> None:
         assert parameter.grad is not None
         await comm.all_reduce(parameter.grad)
         await comm.broadcast(parameter.detach(), 0)
+
+
+async def registered_tensors_give_the_same_results(comm: Comm) -> None:
+    """A backend that registers no tensors must refuse, and name the memory to be used instead."""
+    tensor = sample(comm.rank, (3000,))
+    try:
+        await comm.register(tensor)
+    except NotImplementedError as exc:
+        assert f"{comm.backend!r} registers no tensors: comm.empty()" in str(exc), exc
+        return
+    expect_equal(
+        await comm.all_reduce(tensor, ReduceOp.MAX),
+        torch.stack([sample(each, (3000,)) for each in range(comm.size)]).amax(0),
+        "MAX of registered tensors",
+    )
+    await comm.deregister(tensor)
+    await comm.broadcast(tensor, 0)
+    try:
+        await comm.deregister(tensor)
+    except ValueError as exc:
+        assert "tensor must be registered" in str(exc), exc
+    else:
+        raise AssertionError("a tensor was deregistered twice")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm import BackendError, new_comm
-from asynccomm.backends.gloo.windows import SHORT, RequestKind, WindowRequest, WindowService
+from asynccomm.backends.base import Submission
+from asynccomm.backends.gloo.windows import MOST_SENT, SHORT, RequestKind, WindowRequest, WindowService
 from asynccomm.backends.windows import LocalPart
-from asynccomm.ops import WindowInfo
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import Work
+from asynccomm.ops import WindowInfo, WindowPut, WindowSignal
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.validation import CommInfo
 
@@ -75,3 +81,48 @@ async def test_an_operation_on_a_rank_that_has_closed_the_comm_is_an_error() -> 
         while True:
             await window.put(torch.ones(1), 0)
     await comm.aclose()
+
+
+class Sent:
+    """A gloo group that only sends: ``waited`` counts the sends that were waited for."""
+
+    def __init__(self) -> None:
+        self.sent = self.waited = 0
+        self.over = threading.Event()
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
+        self.sent += 1
+        return SimpleNamespace(wait=self._wait)
+
+    def _wait(self) -> None:
+        self.waited += 1
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
+        return SimpleNamespace(wait=self._never)
+
+    def _never(self) -> None:
+        self.over.wait(60)
+        raise RuntimeError("over")
+
+
+async def test_short_requests_are_done_in_the_call_and_do_not_pile_up() -> None:
+    gloo: Any = Sent()
+    group = CommInfo("c", 0, 2, torch.device("cpu"))
+    made, mailbox = WindowService(gloo, group, "test", lambda error: None), Mailbox(asyncio.get_running_loop())
+    info = WindowInfo(group, 3, (64, 64), 2)
+    for number in range(1, 2 * MOST_SENT + 1):
+        call = WindowSignal.of(info, 1, 0, 1, False) if number % 2 else WindowPut.of(info, torch.ones(2), 1, 0)
+        work: Work[Any] = Work(call.op, number, mailbox, value=None, timeout=20, on_settled=lambda _: None)
+        assert isinstance(call.op, (WindowSignal, WindowPut))
+        made.submit(call.op, Submission(call, work))
+        assert gloo.sent == number
+        if number % MOST_SENT:
+            assert work.done()
+            assert gloo.waited == number // MOST_SENT * MOST_SENT
+        await asyncio.wait_for(work, 20)
+        if not number % MOST_SENT:
+            assert gloo.waited == number
+    made.abort()
+    gloo.over.set()
+    made.join(20)
+    made.end()

@@ -29,6 +29,9 @@ SAMPLE = [  # of each way through the backend one or two: its parts have quick t
     "messages_keep_their_order_and_tags",
     "receives_from_any_source",
     "objects_from_any_source",
+    "queues_carry_items_beside_collectives",
+    "queues_gather_items_in_the_order_of_each_writer",
+    "tokens_to_their_experts_and_back",
     "abort_ends_everybody",
     "deadlines_name_who_is_missing",
 ]

@@ -4,6 +4,9 @@ It is strict where the real ones are undefined: calls of ranks that do not belon
 calls outside of a group and groups left open are errors. Like NCCL, the first group of its kind waits in ``group_end``
 until the other ranks have come that far, too. So does one that is only estimated, which tells the time of its last kind
 of calls, and of no messages; what it leaves in line must be dropped before anything runs.
+
+The first one-sided call of a communicator waits for those of all ranks, too. Puts reach the target's memory when a wait
+for their signal is run there, at the latest; before that, it may show anything.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import queue
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +181,15 @@ class SimulatedDevice:
         with torch.inference_mode(False):
             return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 
+    def bytes_at(self, address: int, nbytes: int, owner: object) -> Tensor:
+        buffer = (ctypes.c_char * nbytes).from_address(address)
+        buffer.owner = owner  # type: ignore[attr-defined]
+        with torch.inference_mode(False):
+            return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        pass
+
     def lend(self, tensor: Tensor, stream: Any) -> None:
         pass
 
@@ -213,6 +225,18 @@ class Group:
     announced: defaultdict[object, set[int]] = field(default_factory=lambda: defaultdict(set))
     collectives: defaultdict[int, dict[int, Ready]] = field(default_factory=lambda: defaultdict(dict))
     messages: defaultdict[tuple[int, int, int], dict[str, Ready]] = field(default_factory=lambda: defaultdict(dict))
+    windows: defaultdict[int, dict[int, tuple[int, int]]] = field(default_factory=lambda: defaultdict(dict))
+    one_sided: set[int] = field(default_factory=set)  # ranks that have made a one-sided call
+    puts: defaultdict[tuple[int, int], deque[Callable[[], object]]] = field(default_factory=lambda: defaultdict(deque))
+
+
+@dataclass(frozen=True)
+class SimulatedWindow:
+    """One rank's handle: the number of the window among those of its communicator, and where its memory is."""
+
+    number: int
+    address: int
+    nbytes: int
 
 
 @dataclass
@@ -243,6 +267,8 @@ class SimulatedComm:
     queued: bool = False  #: something that was only estimated
     messages: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     reductions: dict[int, int] = field(default_factory=dict)  # PREMUL_SUM: address of the factor
+    windows: list[SimulatedWindow] = field(default_factory=list)
+    registered: dict[int, tuple[int, int]] = field(default_factory=dict)  # by handle: address and size
 
 
 class SimulatedNccl:
@@ -252,10 +278,14 @@ class SimulatedNccl:
     groups: dict[bytes, Group] = {}
     ids = itertools.count(1)
     comms: list[SimulatedComm] = []  # of all ranks, that have not ended
+    memory: dict[int, object] = {}  # of all ranks, that was allocated and not freed, by address
     registry = threading.Lock()  # held while these change: the ranks come and go on threads of their own
 
     def __init__(
-        self, *, native: Sequence[str] = ("all_to_all", "gather", "scatter", "estimate"), connects: bool = True
+        self,
+        *,
+        native: Sequence[str] = ("all_to_all", "gather", "scatter", "estimate", "windows", "register"),
+        connects: bool = True,
     ) -> None:
         self.dtypes = {dtype: number for number, dtype in enumerate(DTYPES)}
         self.reductions = {kind: number for number, kind in enumerate(REDUCTIONS)}
@@ -308,7 +338,7 @@ class SimulatedNccl:
             self._end(comm)
 
     def _end(self, comm: SimulatedComm) -> None:
-        assert comm.aborted or not comm.reductions
+        assert comm.aborted or not (comm.reductions or comm.registered or comm.windows)
         group = comm.group
         with self.registry:
             assert not comm.ended
@@ -325,6 +355,110 @@ class SimulatedNccl:
 
     def drop_reduction(self, op: int, comm: SimulatedComm) -> None:
         del comm.reductions[op]
+
+    def register(self, comm: SimulatedComm, buf: int, nbytes: int) -> int:
+        self._one_call("register", comm)
+        number = next(self.ids)
+        comm.registered[number] = (buf, nbytes)
+        return number
+
+    def deregister(self, comm: SimulatedComm, handle: int) -> None:
+        self._one_call("deregister", comm)
+        del comm.registered[handle]
+
+    def mem_alloc(self, nbytes: int) -> int:
+        self._one_call("mem_alloc", None)
+        memory = (ctypes.c_char * (nbytes + 4096))()
+        address = (ctypes.addressof(memory) + 4095) // 4096 * 4096
+        ctypes.memset(address, 0xA5, nbytes)
+        self.memory[address] = memory
+        return address
+
+    def mem_free(self, address: int) -> None:
+        self._note("mem_free")
+        del self.memory[address]
+
+    def window_register(self, comm: SimulatedComm, buf: int, nbytes: int) -> SimulatedWindow:
+        self._one_call("window_register", comm)
+        assert buf % 4096 == nbytes % 4096 == 0
+        window = SimulatedWindow(len(comm.windows), buf, nbytes)
+        comm.windows.append(window)
+        group = comm.group
+        with group.lock:
+            places = group.windows[window.number]
+            places[comm.rank] = (buf, nbytes)
+            assert len({size for _, size in places.values()}) == 1, "a window must have one size"
+            group.lock.notify_all()
+            assert group.lock.wait_for(lambda: comm.aborted or len(places) == group.size, LIMIT)
+        return window
+
+    def window_deregister(self, comm: SimulatedComm, window: SimulatedWindow) -> None:
+        self._one_call("window_deregister", comm)
+        comm.windows.remove(window)
+
+    def put_signal(
+        self, buf: int, nbytes: int, peer: int, window: SimulatedWindow, offset: int, comm: SimulatedComm, stream: int
+    ) -> None:
+        self._one_sided("put_signal", comm)
+        assert any(each.address <= buf and buf + nbytes <= each.address + each.nbytes for each in comm.windows)
+        assert nbytes > 0
+        address, size = comm.group.windows[window.number][peer]
+        assert offset + nbytes <= size
+
+        def run() -> None:
+            data = ctypes.string_at(buf, nbytes)  # the origin may change its memory when the stream has passed this
+            self._signal(comm, peer, lambda: ctypes.memmove(address + offset, data, nbytes))
+
+        SimulatedStream.by_handle[stream].put(run)
+
+    def signal(self, peer: int, comm: SimulatedComm, stream: int) -> None:
+        self._one_sided("signal", comm)
+        SimulatedStream.by_handle[stream].put(lambda: self._signal(comm, peer, lambda: None))
+
+    def _signal(self, comm: SimulatedComm, peer: int, write: Callable[[], object]) -> None:
+        group = comm.group
+        with group.lock:
+            group.puts[comm.rank, peer].append(write)
+            group.lock.notify_all()
+
+    def wait_signal(self, counts: Mapping[int, int], comm: SimulatedComm, stream: int) -> None:
+        self._one_sided("wait_signal", comm)
+        group = comm.group
+        wanted = {peer: count for peer, count in counts.items() if count}
+        assert wanted == counts
+
+        def run() -> None:
+            puts = {peer: group.puts[peer, comm.rank] for peer in wanted}
+            with group.lock:
+                come = group.lock.wait_for(
+                    lambda: comm.aborted or all(len(puts[peer]) >= count for peer, count in wanted.items()), LIMIT
+                )
+                if not come:
+                    comm.error = f"rank {comm.rank} waits for {wanted} signals"
+                elif not comm.aborted:
+                    for peer, count in wanted.items():
+                        for _ in range(count):
+                            puts[peer].popleft()()
+
+        SimulatedStream.by_handle[stream].put(run)
+
+    def _one_call(self, name: str, comm: SimulatedComm | None) -> None:
+        """A call outside of all groups."""
+        self._note(name)
+        if comm is not None:
+            assert not comm.ended, "use of a communicator that has ended"
+        assert getattr(self._open, "calls", None) is None, f"{name} in a group"
+        if name in self.fail:
+            raise BackendError(self.fail[name])
+
+    def _one_sided(self, name: str, comm: SimulatedComm) -> None:
+        self._one_call(name, comm)
+        group = comm.group
+        with group.lock:
+            group.one_sided.add(comm.rank)
+            group.lock.notify_all()
+            met = group.lock.wait_for(lambda: comm.aborted or len(group.one_sided) == group.size, LIMIT)
+            assert met, f"rank {comm.rank} waited for the others' one-sided calls for ever"
 
     def group_start(self) -> None:
         self._note("[")

@@ -189,3 +189,47 @@ EQUAL(ncclAlltoAll)
   }
 MESSAGE(ncclSend)
 MESSAGE(ncclRecv)
+
+int ncclMemAlloc(void **address, size_t nbytes) {
+  *address = (void *)0xa000;
+  return called("ncclMemAlloc", "%zu", nbytes);
+}
+
+int ncclMemFree(void *address) { return called("ncclMemFree", "%p", address); }
+
+int ncclCommRegister(void *comm, void *buffer, size_t nbytes, void **handle) {
+  *handle = (void *)0x4a;
+  return called("ncclCommRegister", "%p %p %zu", comm, buffer, nbytes);
+}
+
+int ncclCommDeregister(void *comm, void *handle) { return called("ncclCommDeregister", "%p %p", comm, handle); }
+
+int ncclCommWindowRegister(void *comm, void *buffer, size_t nbytes, void **window, int flags) {
+  hand_over(window);
+  return called("ncclCommWindowRegister", "%p %p %zu %d", comm, buffer, nbytes, flags);
+}
+
+int ncclCommWindowDeregister(void *comm, void *window) {
+  return called("ncclCommWindowDeregister", "%p %p", comm, window);
+}
+
+int ncclPutSignal(void *from, size_t count, int dtype, int peer, void *window, size_t offset, int signal, int context,
+                  unsigned int flags, void *comm, void *stream) {
+  return called("ncclPutSignal", "%p %zu %d %d %p %zu %d %d %u %p %p", from, count, dtype, peer, window, offset, signal,
+                context, flags, comm, stream);
+}
+
+int ncclSignal(int peer, int signal, int context, unsigned int flags, void *comm, void *stream) {
+  return called("ncclSignal", "%d %d %d %u %p %p", peer, signal, context, flags, comm, stream);
+}
+
+typedef struct {
+  int count, peer, signal, context;
+} Wait;
+
+int ncclWaitSignal(int count, Wait *waits, void *comm, void *stream) {
+  char text[256] = "", *end = text;
+  for (int i = 0; i < count; i++)
+    end += sprintf(end, "%d*%d/%d/%d,", waits[i].count, waits[i].peer, waits[i].signal, waits[i].context);
+  return called("ncclWaitSignal", "%d %s %p %p", count, text, comm, stream);
+}

@@ -32,6 +32,12 @@ def comm(address: int) -> api.CommHandle:
     return bindings.Comm(address)
 
 
-scope = {"nccl": api.load(), "comm": comm, "Config": api.Config, "kept": {}}
+def window(address: int) -> api.NcclWindowHandle:
+    import nccl.bindings.nccl as bindings
+
+    return bindings.Window(address)
+
+
+scope = {"nccl": api.load(), "comm": comm, "window": window, "Config": api.Config, "kept": {}}
 for line in sys.stdin:
     print(json.dumps(run(**json.loads(line))), flush=True)

@@ -136,9 +136,13 @@ def test_functions_are_missing(load) -> None:
 
 
 def test_what_is_native_depends_on_the_library(load) -> None:
-    assert load(Bindings()).native == {"all_to_all", "gather", "scatter", "shrink", "estimate"}
+    calls = {"all_to_all", "gather", "scatter", "shrink", "estimate"}
+    assert load(Bindings()).native == calls | {"windows", "register"}
     without = ("AlltoAll", "CommShrink", "GroupSimulateEnd")
-    assert load(Bindings(without=without)).native == {"gather", "scatter"}
+    assert load(Bindings(without=without)).native == {"gather", "scatter", "windows", "register"}
+    for missing in ("PutSignal", "WaitSignal", "MemAlloc", "CommWindowRegister"):  # NCCL 2.28 has windows alone
+        assert load(Bindings(without=(missing,))).native == calls | {"register"}
+    assert load(Bindings(without=("CommDeregister",))).native == calls | {"windows"}
 
 
 def test_a_function_that_is_not_there(load) -> None:
@@ -199,7 +203,8 @@ def test_it_is_loaded_once(nccl: api.Nccl) -> None:
     assert nccl.version >= 22800
     assert nccl.dtypes == api.DTYPES
     assert nccl.reductions == api.REDUCTIONS
-    assert {"all_to_all", "gather", "scatter", "shrink", "estimate"} <= nccl.native
+    assert {"all_to_all", "gather", "scatter", "shrink", "estimate", "register"} <= nccl.native
+    assert ("windows" in nccl.native) is (nccl.version >= 22900)
 
 
 def test_unique_ids(nccl: api.Nccl) -> None:
@@ -296,6 +301,9 @@ HOT = {
     f"scatter(1, 2, 3, 7, 5, {COMM}, 9)": "ncclScatter 0x1 0x2 3 7 5 0xab 0x9",
     f"send(1, 3, 7, 5, {COMM}, 9)": "ncclSend 0x1 3 7 5 0xab 0x9",
     f"recv(1, 3, 7, 5, {COMM}, 9)": "ncclRecv 0x1 3 7 5 0xab 0x9",
+    f"put_signal(1, 3, 5, window(0x30), 64, {COMM}, 9)": "ncclPutSignal 0x1 3 1 5 0x30 64 0 0 0 0xab 0x9",
+    f"signal(5, {COMM}, 9)": "ncclSignal 5 0 0 0 0xab 0x9",
+    f"wait_signal({{5: 3, 1: 2}}, {COMM}, 9)": "ncclWaitSignal 2 3*5/0/0,2*1/0/0, 0xab 0x9",
 }
 RARE = {
     "group_start()": "ncclGroupStart",
@@ -306,6 +314,12 @@ RARE = {
     f"pre_mul_sum(1, 7, {COMM}, on_device=True)": "ncclRedOpCreatePreMulSum 0x1 7 0 0xab",
     f"pre_mul_sum(1, 7, {COMM}, on_device=False)": "ncclRedOpCreatePreMulSum 0x1 7 1 0xab",
     f"progress({COMM})": "ncclCommGetAsyncError 0xab",
+    "mem_alloc(4096)": "ncclMemAlloc 4096",
+    "mem_free(4096)": "ncclMemFree 0x1000",
+    f"register({COMM}, 1, 64)": "ncclCommRegister 0xab 0x1 64",
+    f"deregister({COMM}, 74)": "ncclCommDeregister 0xab 0x4a",
+    f"window_register({COMM}, 4096, 64)": "ncclCommWindowRegister 0xab 0x1000 64 1",
+    f"window_deregister({COMM}, window(0x30))": "ncclCommWindowDeregister 0xab 0x30",
 }
 
 
@@ -336,7 +350,8 @@ def test_each_failure_is_one_of_ours(stub: Stub, source: str, call: str) -> None
     if source == "group_start()":
         stub.run("nccl.group_end()")
     assert (error["code"], error["cause"]) == (6, "NCCLError")
-    what = f"start {source.partition('(')[0]}" if source in HOT else ".*"
+    name = source.partition("(")[0]
+    what = f"start {'put' if name == 'put_signal' else name}" if source in HOT else ".*"
     assert re.fullmatch(f"NCCL could not {what}: error 6 \\(the peer is gone\\)", error["text"])
 
 
@@ -456,6 +471,18 @@ def test_what_cannot_be_aborted_does_not_keep_the_others(stub: Stub) -> None:
 
 def test_a_reduction_has_a_number(stub: Stub) -> None:
     assert stub.run(f"nccl.pre_mul_sum(1, 7, {COMM}, on_device=True)")["value"] == 17
+
+
+def test_handles_are_those_of_nccl(stub: Stub) -> None:
+    assert stub.run("nccl.mem_alloc(64)")["value"] == 0xA000
+    assert stub.run(f"nccl.register({COMM}, 1, 64)")["value"] == 0x4A
+    assert stub.run(f"int(nccl.window_register({COMM}, 1, 64))")["value"] == 0xC1
+
+
+def test_a_window_comes_when_its_communicator_is_done(stub: Stub) -> None:
+    done = stub.run(f"kept.update(window=nccl.window_register({COMM}, 1, 64)) or bool(kept['window'])", LATE=1, ASYNC=7)
+    assert done["value"] == 0
+    assert stub.run(f"nccl.progress({COMM}) and int(kept['window'])", LATE=1)["value"] == 0xC1
 
 
 def test_an_estimate_is_in_seconds(stub: Stub) -> None:

@@ -64,10 +64,6 @@ async def conform(size: int, only: list[str] | None = None) -> None:
     assert not SimulatedNccl.comms
 
 
-async def test_windows_are_refused_at_their_creation() -> None:
-    await conform(1, ["windows_carry_puts_behind_signals"])
-
-
 @pytest.mark.parametrize("size", some([3, 1], 1))
 async def test_conformance(size: int) -> None:
     await conform(size)

@@ -409,6 +409,32 @@ def test_memory_belongs_to_the_device_it_lies_on(cuda: Cuda) -> None:
     assert not cuda.owns(torch.ones(3, device="meta"))
 
 
+def test_memory_of_another_owner_is_lent_to_torch(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[Any, torch.device]] = []
+
+    def as_tensor(data: Any, device: torch.device) -> str:
+        assert not torch.is_inference_mode_enabled()
+        taken.append((data, device))
+        return "tensor"
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    owner = object()
+    with torch.inference_mode():
+        assert cuda.bytes_at(4096, 100, owner) == "tensor"  # type: ignore[comparison-overlap]
+    ((data, device),) = taken
+    assert device == DEVICE
+    assert data.owner is owner
+    interface = data.__cuda_array_interface__
+    assert (interface["shape"], interface["typestr"], interface["data"]) == ((100,), "|u1", (4096, False))
+
+
+def test_the_device_is_waited_for(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    cuda.synchronize()
+    assert waited == [DEVICE]
+
+
 def test_memory_is_made_and_lent_for_a_stream(cuda: Cuda, fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, object, bool]] = []
 

@@ -19,8 +19,19 @@ from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
-from asynccomm.errors import AsyncCommError, BrokenError
-from asynccomm.ops import Barrier, Call, Parcel, Parcels, RecvParcel, SendParcel
+from asynccomm.errors import AsyncCommError, BrokenError, ClosedError
+from asynccomm.ops import (
+    Barrier,
+    Call,
+    Parcel,
+    Parcels,
+    RecvParcel,
+    SendParcel,
+    SignalCmpOp,
+    WindowInfo,
+    WindowSignal,
+    WindowWait,
+)
 from asynccomm.ops.validation import CommInfo
 
 from .conftest import World
@@ -393,3 +404,24 @@ async def test_the_answer_of_one_that_refuses_and_leaves_arrives(comm: Comm, sid
                     await own._submit(call, None, None)
         await comm.barrier()
         assert turn >= 0
+
+
+# -- windows -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_window_on_the_host_is_of_the_cpu() -> None:
+    side = await SideChannel.connect(context(), "loopback")
+    group = CommInfo("test", 0, 1, torch.device("cuda", 0))
+    window = await side.window(WindowInfo(group, 0, (0,), 2))
+    errors: list[AsyncCommError | None] = []
+    wait = window.submit(WindowWait(0, None, 1, 5, SignalCmpOp.EQ), errors.append)
+    assert not wait.done()
+    signal = window.submit(WindowSignal(0, 0, 1, 5, False), errors.append)
+    assert wait.done()
+    assert signal.done()
+    assert errors == [None, None]
+    assert window.window.load(1) == 5
+    window.submit(WindowWait(0, None, 0, 1, SignalCmpOp.EQ), errors.append)
+    window.window.end_waits(ended := ClosedError("over"))
+    assert errors[2:] == [ended]
+    await side.aclose()

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm import Comm, WouldBlockError
+from asynccomm import Comm, MemoryStore, WouldBlockError
+from asynccomm.backends import registry
+from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.compat import torchcomms
 from asynccomm.compat.torchcomms import ReduceOp, TorchComm
 
@@ -177,3 +180,53 @@ def test_defaults_of_later_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     main.barrier(False, hints={})
     assert given == [{"nothing": "1"}, {}]
     main.finalize()
+
+
+class Registering(LoopbackBackend):
+    """As NCCL: it registers tensors."""
+
+    name = "registering"
+    registered: list[tuple[int, int]] = []
+
+    async def register(self, tensor: Tensor) -> None:
+        if (tensor.data_ptr(), tensor.nbytes) in self.registered:
+            raise ValueError("tensor must not be registered yet")
+        self.registered.append((tensor.data_ptr(), tensor.nbytes))
+
+    async def deregister(self, tensor: Tensor) -> None:
+        self.registered.remove((tensor.data_ptr(), tensor.nbytes))
+
+
+async def test_tensors_are_registered_where_the_backend_is_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.BUILTIN, "registering", (__name__, "Registering"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    tensor = torch.ones(3)
+    comm = await torchcomms.new_comm("registering", CPU, "registering", store=MemoryStore())
+    await comm.tensor_register(tensor)
+    assert Registering.registered == [(tensor.data_ptr(), 12)]
+    with pytest.raises(RuntimeError, match="must not be registered yet"):
+        await comm.tensor_register(tensor)
+    await comm.tensor_deregister(tensor)
+    assert not Registering.registered
+    await comm.finalize()
+    comm = await torchcomms.new_comm("loopback", CPU, "loopback", store=MemoryStore())
+    with pytest.raises(NotImplementedError, match=r"'loopback' registers no tensors: comm\.empty\(\)"):
+        await comm.tensor_register(tensor)
+    with pytest.raises(RuntimeError, match="tensor must be registered"):
+        await comm.tensor_deregister(tensor)
+    await comm.finalize()
+
+
+async def test_a_window_on_a_gpu_has_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    comm = await torchcomms.new_comm("loopback", CPU, "loopback", store=MemoryStore())
+    await comm.window_allocate(8, cpu_buf=True)
+    monkeypatch.setattr(Comm, "device", property(lambda self: torch.device("cuda", 0)))
+    with pytest.raises(
+        RuntimeError, match="cpu_buf must be False: windows of backend 'loopback' are in the GPU's memory"
+    ):
+        comm.window_allocate(8, cpu_buf=True)
+    monkeypatch.undo()
+    await comm.finalize()

@@ -52,6 +52,7 @@ SHOWN: Final = {
     "newer: hooks.FlightRecorderHook": "hooks::test_the_recorder_has_operations_until_they_are_done",
     "newer: hooks.clog": CLOG,
     "newer: get_mem_allocator": "allocator::test_tensors_are_in_memory_that_other_ranks_read",
+    "newer: tensor_register, tensor_deregister": "comm::test_tensors_are_registered_where_the_backend_is_nccl",
     "newer: get_init_handle, reconfigure": "comm::test_reconfiguring comm::test_reconfiguring_in_a_coroutine",
     "newer: set_hints, set_timeout": "comm::test_defaults_of_later_operations",
     "newer: abort, is_aborted": "comm::test_aborting",
@@ -91,6 +92,7 @@ ROWS: Final = {
     "`functional`": SHOWN["newer: functional"],
     "gradients of `functional`, with MIN, MAX, PRODUCT": "functional::test_gradients_are_those_of_the_whole",
     "`comm.get_mem_allocator()`": "allocator::test_tensors_are_in_memory_that_other_ranks_read",
+    "`tensor_register`, `tensor_deregister`": "comm::test_tensors_are_registered_where_the_backend_is_nccl",
     "`set_timeout`, `set_hints`": "comm::test_defaults_of_later_operations",
     "`window_allocate(size, cpu_buf, signal_size)`": WINDOWS,
     "`TorchCommWindow`: `put`, `signal`, `wait_signal`": WINDOWS,
@@ -99,7 +101,7 @@ ROWS: Final = {
 
 #: items that are not here, and the reason
 NOT_HERE: Final = {
-    "newer: new_window, tensor_register": "the documented windows are here; windows over a caller's tensor are not",
+    "newer: new_window": "the documented windows are here; windows over a caller's tensor are not",
     "newer: all_gather_p_init, get_device_transport, transport, distwrap": "of single backends; nothing here has these",
     "newer: register_backend, TorchCommBackend": "asynccomm.backends.base has the interface for backends",
 }
