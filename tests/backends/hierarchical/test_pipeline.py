@@ -65,7 +65,7 @@ class Line:
         self.over: list[int] = []
         self.mailbox = Mailbox(asyncio.get_running_loop())
         lanes = dict(zip(Lane, (self.up, self.across, self.down), strict=True))
-        self.pipeline = Pipeline("test", self.mailbox, lanes, self.errors.append)
+        self.pipeline = Pipeline("test", self.mailbox, lanes, {}, self.errors.append)
 
     def start(
         self, number: int, *lanes: Lane, call: Callable[[], Call] | None = None, tensor: torch.Tensor | None = None
