@@ -8,8 +8,8 @@ Any thread may use the sockets, under a lock: a call writes as much as a socket 
 reads for some time (``serve``). At all other times the event loop reads what arrives. A thread would need the GIL in
 the middle of the loop's work, and would have to wake the loop afterwards.
 
-The thread of the endpoint makes messages move while the loop is blocked. It looks ``TURN_SECONDS`` after an arrival
-whether the loop, or another reader, has used the sockets since; if not, it serves them itself, from then on at once,
+The thread of the endpoint makes messages move while the loop is blocked. After a pause from an arrival on, it looks
+whether the loop, or another reader, has used the sockets since. If not, it serves them itself, from then on at once,
 until the loop comes back. It also serves them while a long message is under way, which would hold up the loop's tasks.
 
 ``_inner`` has all sockets. The thread waits for ``_outer``, and the loop for ``_front``, which both contain ``_inner``;
@@ -45,7 +45,8 @@ HELLO_SECONDS: Final = 5.0  # for a new connection to show the token
 UNAUTHENTICATED: Final = 64  # connections without a token at once, beside one for each rank
 PAUSE_SECONDS: Final = 0.1  # until a rank without descriptors accepts connections again
 TOKEN_BYTES: Final = 16
-TURN_SECONDS: Final = 1e-3  # for the loop to use the sockets before the thread does: some turns of a loop that runs
+SHORTEST_PAUSE: Final = 5e-4  # seconds for the loop to use the sockets before the thread does: some turns of a loop
+LONGEST_PAUSE: Final = 4e-3  # the same after the loop was never late; as long as Python may take to pass on the GIL
 
 _HELLO: Final = struct.Struct(f"<{TOKEN_BYTES}sI")
 _log = logging.getLogger("asynccomm")
@@ -374,21 +375,25 @@ class Endpoint:
     # -- on the thread -------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        pause = SHORTEST_PAUSE
         while True:
             arrived = bool(self._outer.poll(self._timeout()))
             turns = self._turns
             waits = arrived and not (self._ended or self._late or self._bulk or self._mailbox is None)
             if waits:
-                time.sleep(TURN_SECONDS)
-                if self._turns != turns and not (self._strangers or self._accept_at or self._ended):
-                    continue
+                time.sleep(pause)
+                if self._turns != turns:  # the loop runs
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                    if not (self._strangers or self._accept_at or self._ended):
+                        continue
             with self.lock:
                 if self._ended:
                     return
                 if not waits:
                     self._serve()
-                elif self._turns == turns:
-                    self._late = self._serve()
+                elif self._turns == turns and self._serve():
+                    self._late = True
+                    pause = SHORTEST_PAUSE
                 self._check_time()
             self._settle()
 

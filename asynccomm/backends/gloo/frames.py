@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends.base import Submission
+from asynccomm.backends import computing
 from asynccomm.backends.arithmetic import combine, is_plain
 from asynccomm.backends.computing import contributed_bytes, contribution, perform
 from asynccomm.backends.gloo.links import copied, fill
@@ -213,7 +214,13 @@ def is_carried(submission: Submission, size: int) -> bool:
 def complete(submission: Submission, rank: int, given: Sequence[bytes]) -> None:
     """Compute the outputs of a collective of tensors from the contributions."""
     op, outputs = submission.op, submission.outputs
-    if not outputs or _completed(op, outputs, rank, given):
+    if isinstance(op, Scatter):  # each rank has got its part alone, but for the root
+        share = given[op.root]
+        given = [share[rank * op.nbytes : (rank + 1) * op.nbytes] if rank == op.root else share]
+    if not outputs or _completed(op, outputs, given):
+        return
+    if isinstance(op, Scatter):
+        computing.fill(outputs, _tensor(given[0]))
         return
     ops = [op] * len(given)
     if isinstance(op, AllToAll):
@@ -224,7 +231,7 @@ def complete(submission: Submission, rank: int, given: Sequence[bytes]) -> None:
     perform(ops, [_tensor(each) for each in given], {rank: outputs})
 
 
-def _completed(op: Op, outputs: Sequence[Tensor], rank: int, given: Sequence[bytes]) -> bool:
+def _completed(op: Op, outputs: Sequence[Tensor], given: Sequence[bytes]) -> bool:
     """Complete a usual call: one plain tensor for each part that comes, in its own dtype; False: it is not usual."""
     output = outputs[0]
     if not is_plain(output):
@@ -232,9 +239,8 @@ def _completed(op: Op, outputs: Sequence[Tensor], rank: int, given: Sequence[byt
     match op:
         case Broadcast(root=root) if len(outputs) == 1:
             _fill(output, given[root])
-        case Scatter(root=root) if len(outputs) == 1:
-            share = op.nbytes
-            _fill(output, given[root][rank * share : (rank + 1) * share] if rank == root else given[root])
+        case Scatter() if len(outputs) == 1:
+            _fill(output, given[0])
         case AllGatherSingle():
             _fill(output, b"".join(given))
         case AllGather() | Gather() if len(outputs) == len(given) and all(map(is_plain, outputs)):
