@@ -323,6 +323,11 @@ class Endpoint:
             self._serve()
         self._settle()
 
+    def _on_return(self) -> None:
+        """Have the thread wait again: the loop is not blocked any more."""
+        with self.lock:
+            self._late = False
+
     def detach(self) -> None:
         """Leave the sockets to the thread. On the loop, more than once."""
         with self.lock:
@@ -378,7 +383,7 @@ class Endpoint:
         pause = SHORTEST_PAUSE
         while True:
             arrived = bool(self._outer.poll(self._timeout()))
-            turns = self._turns
+            turns, late = self._turns, False
             waits = arrived and not (self._ended or self._late or self._bulk or self._mailbox is None)
             if waits:
                 time.sleep(pause)
@@ -392,10 +397,13 @@ class Endpoint:
                 if not waits:
                     self._serve()
                 elif self._turns == turns and self._serve():
-                    self._late = True
+                    self._late = late = True
                     pause = SHORTEST_PAUSE
                 self._check_time()
+                mailbox = self._mailbox if late else None
             self._settle()
+            if mailbox is not None:
+                mailbox.post(self._on_return)
 
     def _timeout(self) -> float | None:
         with self.lock:

@@ -25,7 +25,21 @@ from asynccomm.backends.gloo.frames import (
     parcel_of,
     room_of,
 )
-from asynccomm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Op, Parcel, Parcels, ReduceScatter
+from asynccomm.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Call,
+    Gather,
+    Op,
+    Parcel,
+    Parcels,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+)
 from asynccomm.ops.validation import CommInfo
 
 SIZE = 3
@@ -279,3 +293,56 @@ def test_a_frame_is_sent_without_its_unused_room() -> None:
     assert len(frame.packed(1)) == 64 + 20
     frame.fill(submission(AllReduce.of(group(0), torch.ones(10000), ReduceOp.SUM)), 0, b"")
     assert len(frame.packed(1)) == 64
+
+
+def rooted(op: type[Gather | Reduce], rank: int, n: int) -> Call:
+    mine = torch.full((n,), 1.0 + rank)
+    if op is Reduce:
+        return Reduce.of(group(rank), mine, 1, ReduceOp.SUM)
+    return Gather.of(group(rank), [torch.zeros(n) for _ in range(SIZE)] if rank == 1 else None, mine, 1)
+
+
+@pytest.mark.parametrize("op", [Gather, Reduce])
+def test_only_the_root_gets_what_only_the_root_needs(op: type[Gather | Reduce]) -> None:
+    calls = [rooted(op, rank, 500) for rank in range(SIZE)]
+    submissions = [submission(call) for call in calls]
+    frames = exchanged(submissions)
+    assert [len(frames[0].packed(peer)) for peer in (1, 2)] == [64 + 2000, 64]
+    for rank, frame in enumerate(frames):
+        assert frame.differing() is None
+        given, _ = frame.given()
+        assert given is not None
+        complete(submissions[rank], rank, given)
+    results = [output.unique().tolist() for output in calls[1].outputs]
+    assert results == ([[1.0], [2.0], [3.0]] if op is Gather else [[6.0]])
+    assert calls[0].inputs[0].eq(1).all()
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_each_rank_gets_its_part_of_what_is_scattered(stride: int) -> None:
+    n = LONG // 4
+    outputs = [torch.zeros(n * stride)[::stride] for _ in range(SIZE)]
+    parts = [torch.full((n,), 7.0 + rank) for rank in range(SIZE)]
+    submissions = [
+        submission(Scatter.of(group(rank), outputs[rank], parts if rank == 0 else None, 0)) for rank in range(SIZE)
+    ]
+    for rank, frame in enumerate(exchanged(submissions)):
+        given, _ = frame.given()
+        assert given is not None
+        assert rank == 0 or len(given[0]) == LONG, "as much as a frame takes"
+        complete(submissions[rank], rank, given)
+        assert outputs[rank].eq(7 + rank).all()
+
+
+@pytest.mark.parametrize("surplus", [-1, 1])
+def test_data_of_another_length_than_the_output_are_refused(surplus: int) -> None:
+    calls = [Broadcast.of(group(rank), torch.zeros(4), 0) for rank in range(SIZE)]
+    with pytest.raises(BackendError, match=f"has brought {16 + surplus} bytes where 16 fit"):
+        complete(submission(calls[1]), 1, [b"x" * (16 + surplus), b"", b""])
+    assert calls[1].outputs[0].eq(0).all()
+
+
+def test_the_room_of_what_goes_to_all_ranks_shrinks_with_their_number() -> None:
+    assert [room_of(Broadcast(torch.float32, 1, 0), size) for size in (1, 2, 3, 1000)] == [LONG, LONG, LONG // 2, ROOM]
+    assert [room_of(Gather(torch.float32, 1, 0), size) for size in (2, 1000)] == [LONG, LONG]
+    assert room_of(Barrier(), 2) == ROOM
