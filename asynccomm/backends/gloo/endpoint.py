@@ -5,7 +5,7 @@ that rank (``links.py``), so the end of a rank shows as the end of a connection.
 show comes from the store.
 
 Any thread may use the sockets, under a lock: a call writes as much as a socket takes, and a task that is about to wait
-reads for some time (``serve``). At all other times the event loop reads what arrives. A thread would need the GIL in
+reads for some time (``serve``). At all other times the event loop reads the sockets. A thread would need the GIL in
 the middle of the loop's work, and would have to wake the loop afterwards.
 
 The thread of the endpoint makes messages move while the loop is blocked. After a pause from an arrival on, it looks
@@ -132,7 +132,7 @@ class Endpoint:
             arrived: called with each header, under the lock; and raises nothing.
             gone: called with a rank at the end of its connection, and the reason, under the lock.
             settle: called after the sockets were used, without the lock.
-            mailbox: of the running loop, which is to read what arrives; None: the thread does everything.
+            mailbox: of the running loop, which is to read arrivals; None: the thread does everything.
         """
         self._contacts = contacts
         self._arrived, self._gone, self._settle = arrived, gone, settle

@@ -43,11 +43,12 @@ class FrameExchange:
         endpoint = self._endpoint
         with self._lock:
             self._waiting.append((frame, done))
-            for peer in self._others if endpoint is not None else ():
-                link = endpoint.link_to(peer)
-                if link is not None:
-                    data = frame.packed(peer)
-                    endpoint.send(link, Header(Kind.FRAME, first=len(data)).pack() + data)
+            if endpoint is not None:
+                for peer in self._others:
+                    link = endpoint.link_to(peer)
+                    if link is not None:
+                        data = frame.packed(peer)
+                        endpoint.send(link, Header(Kind.FRAME, first=len(data)).pack() + data)
             self._advance()
 
     def settle(self) -> None:

@@ -28,9 +28,9 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from asynccomm.backends.base import Submission
 from asynccomm.backends import computing
 from asynccomm.backends.arithmetic import combine, is_plain
+from asynccomm.backends.base import Submission
 from asynccomm.backends.computing import contributed_bytes, contribution, perform
 from asynccomm.backends.gloo.links import copied, fill
 from asynccomm.backends.hazards import load
@@ -265,7 +265,11 @@ def _fill(output: Tensor, data: bytes) -> None:
 
 
 def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _is_given(op: Op, tensor: Tensor) -> bool:

@@ -29,7 +29,7 @@ Check = Callable[..., Call]
 class Begun(NamedTuple):
     """A step that the fast path has taken."""
 
-    run: object  #: what goes on in the backend, as ``Submission.run``; None: the step is over
+    run: object  #: the run, which goes on in the backend as ``Submission.run``; None: the step is over
 
 
 _OVER: Final = Begun(None)

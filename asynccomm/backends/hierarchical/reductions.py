@@ -115,12 +115,18 @@ class SmallAllReduces:
 
     def plan(self, submission: Submission) -> OpPlan | None:
         """The plan of an ``AllReduce`` as of :func:`all_reduce`; None if it is not such a call."""
-        op, inputs = submission.op, submission.inputs
-        assert isinstance(op, AllReduce)
+        op: Any = submission.op
+        inputs = submission.inputs
         if submission.outputs is not inputs or len(inputs) != 1 or op.nbytes > SMALL or op.reduction.factor is not None:
             return None
         tensor = inputs[0]
-        if op.layout or submission.numbers or submission.copies or tensor.is_inference() or not arithmetic.is_plain(tensor):
+        if (
+            op.layout
+            or submission.numbers
+            or submission.copies
+            or tensor.is_inference()
+            or not arithmetic.is_plain(tensor)
+        ):
             return None
         if op in self._kinds:
             kind = self._kinds[op]
@@ -156,7 +162,7 @@ class _SmallAllReduce:
         # one object for each kind of step: the fast path knows kinds by it
         self._up: Check = lambda _, tensor: Call(up, (tensor,), (tensor,) if leads else (), None)
         self._across: Check = lambda _, tensor: Call(across, (tensor,), (tensor,), None)
-        self._down: Check = lambda _, tensor: Call(down, *(((tensor,), ()) if leads else ((), (tensor,))), None)
+        self._down: Check = lambda _, tensor: Call(down, (tensor,) * leads, (tensor,) * (not leads), None)
 
     def plan(self, op: AllReduce, tensors: tuple[Tensor, ...]) -> OpPlan:
         where = self._where

@@ -82,7 +82,10 @@ async def test_a_difference_after_equal_calls_is_named(monkeypatch: pytest.Monke
         with pytest.raises(CollectiveMismatchError) as caught:
             await comm.all_reduce(torch.ones(4 if comm.rank == odd else 3))
         assert caught.value.seq == REPEATED
-        assert {caught.value.op, caught.value.other_op} == {"all_reduce(float32[3], SUM)", "all_reduce(float32[4], SUM)"}
+        assert {caught.value.op, caught.value.other_op} == {
+            "all_reduce(float32[3], SUM)",
+            "all_reduce(float32[4], SUM)",
+        }
         assert odd in (caught.value.rank, caught.value.other_rank)
 
 
