@@ -389,7 +389,8 @@ async def test_a_rank_that_sends_nonsense_over_a_real_gloo(comm: Comm, what: str
                     if what == "frame":
                         patch.setattr(Frame, "_parcel", lambda *_: bytes(LONG + 1))
                     with pytest.raises(BrokenError, match=r"rank 0 (sent|has)"):
-                        await doomed.broadcast_object(collectives[what], 0)
+                        await doomed.broadcast_object(collectives[what], 0)  # which the giver may leave
+                        await doomed.barrier()
             await comm.barrier()
         else:
             works: dict[str, Callable[[], Any]] = {
