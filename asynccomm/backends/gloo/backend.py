@@ -158,7 +158,8 @@ class GlooBackend(Backend):
         self._frames.open(endpoint)
         await store.set(f"messages/{rank}", endpoint.contact.pack())
         contacts = await store.multi_get([f"messages/{peer}" for peer in range(size)], math.inf)
-        endpoint.start([Contact.unpack(contact) for contact in contacts], p2p.arrived, p2p.gone, p2p.settle)
+        listed = [Contact.unpack(contact) for contact in contacts]
+        endpoint.start(listed, p2p.arrived, p2p.gone, p2p.settle, context.mailbox)
 
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
@@ -235,6 +236,8 @@ class GlooBackend(Backend):
             self._endpoint.drain(CATCH_UP_SECONDS)
 
     async def aclose(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.detach()
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:

@@ -37,7 +37,7 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.alarms import Alarms
 from asynccomm.backends.gloo.disputes import Dispute
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
-from asynccomm.backends.gloo.frames import Frame, complete, heading_of, is_carried
+from asynccomm.backends.gloo.frames import Frame, complete, heading_of, is_carried, parcel_of
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import conclude
@@ -112,7 +112,6 @@ class GlooCollectives:
         self._using = threading.RLock()  # held while a thread of gloo uses the groups
         self._ended = False
         self._disputed = False
-        self._frames: list[Frame] = []  # unused frames
         self._predictor = Predictor()
         self._alarms = Alarms(gloos.frames, name, rank, size, self._alarmed)
         self._order = threading.Lock()  # guards the fields below, and is held while a frame is handed to gloo
@@ -161,7 +160,7 @@ class GlooCollectives:
         """Start a collective; called in order, one at a time. Raises: RuntimeError if a group is broken."""
         assert self._gloos is not None, "started on a closed backend"
         heading = heading_of(submission)
-        every_rank = self._size > 1 and submission.op.needs_every_rank and not is_carried(submission)
+        every_rank = self._size > 1 and submission.op.needs_every_rank and not is_carried(submission, self._size)
         prediction = self._predictor.predict()
         self._predictor.record(heading, every_rank)
         as_predicted = prediction is not None and prediction.heading == heading
@@ -192,7 +191,7 @@ class GlooCollectives:
 
     def _announce(self, started: _Started) -> None:
         """Send the frame of a collective."""
-        frame = self._frames.pop() if self._frames else Frame(self._rank, self._size)
+        frame = Frame(self._rank, self._size)
         frame.fill(started.submission, started.place, started.heading)
         with self._order:
             self._queue.append(started)
@@ -232,10 +231,9 @@ class GlooCollectives:
                 return
             submission.batch = None  # it refers to this submission, and to all tensors of the batch
             if given is not None:
-                self._complete(submission, frame, given)
+                self._complete(submission, given)
             else:
                 self._predictor.note_long(started.heading)
-            self._frames.append(frame)
         except Exception as exc:
             self._failed(submission, exc)
             return
@@ -309,14 +307,14 @@ class GlooCollectives:
         if not self._disputed:  # else the dispute reports the reason
             self._failed(submission, exc)
 
-    def _complete(self, submission: Submission, frame: Frame, given: Sequence[torch.Tensor]) -> None:
+    def _complete(self, submission: Submission, given: Sequence[bytes]) -> None:
         """Complete a collective with the data from the frames."""
         op = submission.op
         if not isinstance(op, Parcels):
             complete(submission, self._rank, given)
             return
         others = [rank for rank in range(self._size) if rank != self._rank and op.takes(self._rank)]
-        parcels = {giver: frame.parcel(giver, given[giver]) for giver in others if op.gives(giver)}
+        parcels = {giver: parcel_of(giver, given[giver]) for giver in others if op.gives(giver)}
         delivery = Delivery(submission)
         lengths = {giver: len(payload) for giver, (_, payload) in parcels.items()}
         for giver, (head, payload) in parcels.items():

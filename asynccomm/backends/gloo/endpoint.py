@@ -5,13 +5,20 @@ that rank (``links.py``), so the end of a rank shows as the end of a connection.
 show comes from the store.
 
 Any thread may use the sockets, under a lock: a call writes as much as a socket takes, and a task that is about to wait
-reads for some time (``serve``). The thread of the endpoint serves the sockets at all other times, so that messages move
-while the event loop is busy. It sleeps while nothing arrives. While another thread reads, it is not woken: it waits for
-``_outer``, from which ``_inner``, with all sockets, is removed meanwhile.
+reads for some time (``serve``). At all other times the event loop reads the sockets. A thread would need the GIL in
+the middle of the loop's work, and would have to wake the loop afterwards.
+
+The thread of the endpoint makes messages move while the loop is blocked. After a pause from an arrival on, it looks
+whether the loop, or another reader, has used the sockets since. If not, it serves them itself, from then on at once,
+until the loop comes back. It also serves them while a long message is under way, which would hold up the loop's tasks.
+
+``_inner`` has all sockets. The thread waits for ``_outer``, and the loop for ``_front``, which both contain ``_inner``;
+``_front`` does not while others than the loop serve.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hmac
@@ -26,15 +33,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Self, final
 
+import torch
+
 from asynccomm.backends.gloo.links import MessageLink
 from asynccomm.backends.gloo.messages import Header
 from asynccomm.control.transport.sockets import tcp_socket
+from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import BackendError
 
 HELLO_SECONDS: Final = 5.0  # for a new connection to show the token
 UNAUTHENTICATED: Final = 64  # connections without a token at once, beside one for each rank
 PAUSE_SECONDS: Final = 0.1  # until a rank without descriptors accepts connections again
 TOKEN_BYTES: Final = 16
+SHORTEST_PAUSE: Final = 5e-4  # seconds for the loop to use the sockets before the thread does: some turns of a loop
+LONGEST_PAUSE: Final = 4e-3  # the same after the loop was never late; as long as Python may take to pass on the GIL
 
 _HELLO: Final = struct.Struct(f"<{TOKEN_BYTES}sI")
 _log = logging.getLogger("asynccomm")
@@ -88,12 +100,18 @@ class Endpoint:
         self._inbound: dict[int, MessageLink] = {}
         self._left: set[MessageLink] = set()  # links on which the end is announced
         self._ended = False
-        self._readers = 0  # threads in ``serve``
+        self._mailbox: Mailbox | None = None  # None: no loop reads
+        self._turns = 0  # how often the loop, or a thread in ``serve``, has used the sockets
+        self._late = False  # the loop has left an arrival to the thread, and has not used the sockets since
+        self._bulk: set[MessageLink] = set()  # links with much data under way
+        self._readers = 0  # threads in ``serve`` other than the loop's
         self._refused = False  # a refusal has been logged
         self._accept_at = 0.0  # when the rank listens again; 0: it listens
         self._thread: threading.Thread | None = None
         self._inner = select.epoll()
         self._outer = select.epoll()
+        self._front = select.epoll()
+        self._listens = False  # whether ``_front`` contains ``_inner``
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inner.register(self._sock.fileno(), select.EPOLLIN)
         self._outer.register(self._inner.fileno(), select.EPOLLIN)
@@ -105,17 +123,24 @@ class Endpoint:
         arrived: Callable[[MessageLink, Header], object],
         gone: Callable[[int, str], object],
         settle: Callable[[], object],
+        mailbox: Mailbox | None = None,
     ) -> None:
-        """Serve the sockets from now on, on a thread.
+        """Serve the sockets from now on.
 
         Args:
             contacts: of all ranks.
             arrived: called with each header, under the lock; and raises nothing.
             gone: called with a rank at the end of its connection, and the reason, under the lock.
             settle: called after the sockets were used, without the lock.
+            mailbox: of the running loop, which is to read arrivals; None: the thread does everything.
         """
         self._contacts = contacts
         self._arrived, self._gone, self._settle = arrived, gone, settle
+        if mailbox is not None:
+            self._mailbox = mailbox
+            self._front.register(self._inner.fileno(), 0)
+            self._listen()
+            mailbox.loop.add_reader(self._front.fileno(), self._on_readable)
         self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
         self._thread.start()
 
@@ -137,6 +162,7 @@ class Endpoint:
         else:
             if link.pending:
                 self._watch(link)
+                self._note_bulk(link)
 
     def flush(self, link: MessageLink) -> None:
         """Write the queued data of ``link``. Under the lock."""
@@ -148,6 +174,7 @@ class Endpoint:
             self._end(link, exc)
         else:
             self._watch(link)
+            self._note_bulk(link)
 
     def _connect(self, peer: int) -> MessageLink | None:
         contact = self._contacts[peer]
@@ -178,6 +205,23 @@ class Endpoint:
             else:
                 self._inner.register(link.fd, events)
             link.watched = events
+
+    def _note_bulk(self, link: MessageLink) -> None:
+        """Have the thread serve the sockets while there is much data under way."""
+        if link.bulk:
+            self._bulk.add(link)
+        elif link in self._bulk:
+            self._bulk.remove(link)
+        else:
+            return
+        self._listen()
+
+    def _listen(self) -> None:
+        """Have the loop be told of arrivals, unless another reader serves the sockets."""
+        listens = not (self._bulk or self._readers or self._ended)
+        if self._mailbox is not None and listens != self._listens:
+            self._listens = listens
+            self._front.modify(self._inner.fileno(), select.EPOLLIN if listens else 0)
 
     def _accept(self) -> None:
         while True:
@@ -219,6 +263,9 @@ class Endpoint:
 
     def _drop(self, link: MessageLink) -> None:
         self._strangers.pop(link, None)
+        if link in self._bulk:
+            self._bulk.remove(link)
+            self._listen()
         if self._links.pop(link.fd, None) is not None:
             link.sock.close()  # which removes it from the epoll
 
@@ -240,14 +287,17 @@ class Endpoint:
     def _read(self, link: MessageLink) -> bool:
         """Read once. Returns whether something has come."""
         try:
-            return link.read()
+            came = link.read()
         except (EOFError, OSError) as exc:
             self._end(link, exc)
             return False
+        self._note_bulk(link)
+        return came
 
-    def _serve(self, timeout: float) -> None:
-        """Use the sockets that are ready, once each. Under the lock."""
-        for fd, events in self._inner.poll(timeout):
+    def _serve(self) -> bool:
+        """Use the sockets that are ready, once each; returns whether any was. Under the lock."""
+        ready = self._inner.poll(0)
+        for fd, events in ready:
             if fd == self._sock.fileno():
                 self._accept()
                 continue
@@ -256,30 +306,67 @@ class Endpoint:
                 self._read(link)
             if link is not None and events & select.EPOLLOUT:
                 self.flush(link)
+        return bool(ready)
+
+    # -- on the loop ---------------------------------------------------------------------------------------------------
+
+    def _on_readable(self) -> None:
+        """Use the sockets once."""
+        if torch.is_inference_mode_enabled():  # of the task that suspended: memory made in it could not be written to
+            with torch.inference_mode(False):
+                return self._on_readable()
+        with self.lock:
+            if self._ended:
+                return
+            self._turns += 1
+            self._late = False
+            self._serve()
+        self._settle()
+
+    def _on_return(self) -> None:
+        """Have the thread wait again: the loop is not blocked any more."""
+        with self.lock:
+            self._late = False
+
+    def detach(self) -> None:
+        """Leave the sockets to the thread. On the loop, more than once."""
+        with self.lock:
+            mailbox, self._mailbox = self._mailbox, None
+        if mailbox is not None:
+            mailbox.loop.remove_reader(self._front.fileno())
+            self._front.close()
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def serve(self, until: float, done: Callable[[], bool]) -> None:
         """Serve the sockets on this thread until ``done``, or until the time ``until`` of ``time.perf_counter``."""
-        with self.lock:
-            if self._ended:
-                return
-            self._readers += 1
-            if self._readers == 1:
-                self._outer.modify(self._inner.fileno(), 0)
+        if torch.is_inference_mode_enabled():  # memory made in the caller's mode could not be written to later
+            with torch.inference_mode(False):
+                return self.serve(until, done)
+        mailbox = self._mailbox
+        apart = mailbox is not None and asyncio._get_running_loop() is not mailbox.loop
+        if apart:
+            self._count_reader(1)
         try:
             while not done() and time.perf_counter() < until:
                 with self.lock:
                     if self._ended:
                         return
-                    self._serve(0)
+                    self._turns += 1
+                    self._late = False
+                    self._serve()
                 self._settle()
+                if done():
+                    return
                 os.sched_yield()  # the other rank may need this core
         finally:
-            with self.lock:
-                self._readers -= 1
-                if not self._readers and not self._ended:
-                    self._outer.modify(self._inner.fileno(), select.EPOLLIN)
+            if apart:
+                self._count_reader(-1)
+
+    def _count_reader(self, number: int) -> None:
+        with self.lock:
+            self._readers += number
+            self._listen()
 
     def drain(self, seconds: float) -> None:
         """Receive the data that has arrived already, in at most ``seconds``."""
@@ -290,15 +377,33 @@ class Endpoint:
         with self.lock:
             return not self._ended and bool(self._inner.poll(0))
 
+    # -- on the thread -------------------------------------------------------------------------------------------------
+
     def _main(self) -> None:
+        pause = SHORTEST_PAUSE
         while True:
-            self._outer.poll(self._timeout())
+            arrived = bool(self._outer.poll(self._timeout()))
+            turns, late = self._turns, False
+            waits = arrived and not (self._ended or self._late or self._bulk or self._mailbox is None)
+            if waits:
+                time.sleep(pause)
+                if self._turns != turns:  # the loop runs
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                    if not (self._strangers or self._accept_at or self._ended):
+                        continue
             with self.lock:
                 if self._ended:
                     return
-                self._serve(0)
+                if not waits:
+                    self._serve()
+                elif self._turns == turns and self._serve():
+                    self._late = late = True
+                    pause = SHORTEST_PAUSE
                 self._check_time()
+                mailbox = self._mailbox if late else None
             self._settle()
+            if mailbox is not None:
+                mailbox.post(self._on_return)
 
     def _timeout(self) -> float | None:
         with self.lock:
@@ -344,7 +449,11 @@ class Endpoint:
             for link in list(self._links.values()):
                 self._drop(link)
             self._sock.close()
+            self._listen()
             os.eventfd_write(self._wake, 1)
+            mailbox = self._mailbox
+        if mailbox is not None:
+            mailbox.post(self.detach)
 
     def join(self, seconds: float) -> None:
         """After ``close``: wait for the thread, and free the descriptors."""
@@ -354,6 +463,8 @@ class Endpoint:
             if self._wake >= 0 and (self._thread is None or not self._thread.is_alive()):
                 self._inner.close()
                 self._outer.close()
+                if self._mailbox is None or self._mailbox.loop.is_closed():
+                    self._front.close()  # else the loop is told of it: ``detach`` closes it
                 os.close(self._wake)
                 self._wake = -1
 

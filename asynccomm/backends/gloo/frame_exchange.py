@@ -25,7 +25,6 @@ class FrameExchange:
     """The frames of one rank and those that have arrived from the others."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
         self._others = [(rank + i) % size for i in range(1, size)]
         self._endpoint: Endpoint | None = None
         self._lock = threading.Lock()  # the endpoint's, once there is one; guards the fields below
@@ -44,14 +43,12 @@ class FrameExchange:
         endpoint = self._endpoint
         with self._lock:
             self._waiting.append((frame, done))
-            data = frame.packed()
             if endpoint is not None:
-                message = Header(Kind.FRAME, first=len(data)).pack() + data
                 for peer in self._others:
                     link = endpoint.link_to(peer)
                     if link is not None:
-                        endpoint.send(link, message)
-            frame.put(self._rank, data)
+                        data = frame.packed(peer)
+                        endpoint.send(link, Header(Kind.FRAME, first=len(data)).pack() + data)
             self._advance()
 
     def settle(self) -> None:

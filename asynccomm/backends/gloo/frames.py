@@ -28,99 +28,117 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from asynccomm.backends import computing
+from asynccomm.backends.arithmetic import combine, is_plain
 from asynccomm.backends.base import Submission
 from asynccomm.backends.computing import contributed_bytes, contribution, perform
+from asynccomm.backends.gloo.links import copied, fill
 from asynccomm.backends.hazards import load
 from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
-from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Parcels, ReduceScatter
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Gather,
+    Op,
+    Parcels,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+)
+from asynccomm.ops.reduce_op import RedOpType
 from asynccomm.ops.signature import signature
 
 ROOM: Final = 1024  # bytes of a contribution: up to this size, sending it costs no more than omitting it
+LONG: Final = 64 << 10  # bytes that a rank gives to the others or gets: up to this size, gloo's threads take longer
 
 _NUMBERS: Final = struct.Struct("<qq")
 _HEADING: Final = struct.Struct("<QQQII")
 _EQUAL: Final = _NUMBERS.size + _HEADING.size  # bytes that are equal on all ranks
 _OWN: Final = struct.Struct("<QII")
 _HEADER: Final = 64  # offset of the contribution: aligned for every dtype
-LONGEST: Final = _HEADER + ROOM  # bytes of a frame
+LONGEST: Final = _HEADER + LONG  # bytes of a frame
 _HEAD: Final = struct.Struct("<I")  # length of a parcel's head
 _MASK: Final = (1 << 64) - 1
+
+#: dtypes that are combined as they are stored
+_IN_OWN_DTYPE: Final = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
 
 assert _EQUAL + _OWN.size <= _HEADER
 
 
 @final
 class Frame:
-    """The memory of a frame and of the frames of all ranks, for repeated use.
-
-    Attributes:
-        mine: the frame of this rank, as a tensor.
-        all: the frames of all ranks, as one tensor.
-    """
+    """A frame of this rank and the frames of all ranks at its place."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._sent = bytearray(LONGEST)
-        self._received = bytearray(size * LONGEST)
-        with torch.inference_mode(False):  # other threads write it
-            self.mine: Tensor = torch.frombuffer(self._sent, dtype=torch.uint8)
-            self.all: Tensor = torch.frombuffer(self._received, dtype=torch.uint8)
+        self._received = [b""] * size
+        self._equal = b""
+        self._mine = 0
+        self._root: int | None = None  # the only rank that needs the contribution; None: all ranks do
+        self._share = 0  # bytes of the contribution for each rank, if it differs
 
     def fill(self, submission: Submission, place: int, heading: bytes, *, contribute: bool = True) -> None:
-        """Write this rank's description of ``submission``, and its inputs if they are short.
+        """Enter this rank's description of ``submission``, and its inputs if they are short.
 
         Args:
             contribute: False: the frame only describes the call.
         """
         op = submission.op
-        _NUMBERS.pack_into(self._sent, 0, place, submission.work.seq)
-        self._sent[_NUMBERS.size : _EQUAL] = heading
-        mine = balance(op, self._rank) if isinstance(op, AllToAll) else 0
-        nbytes = -1
+        self._equal = _NUMBERS.pack(place, submission.work.seq) + heading
+        self._mine = balance(op, self._rank) if isinstance(op, AllToAll) else 0
+        given: bytes | None = None
         if contribute:
-            nbytes = self._give_parcel(op, submission) if isinstance(op, Parcels) else self._give(op, submission)
-        _OWN.pack_into(self._sent, _EQUAL, mine, max(nbytes, 0), nbytes >= 0)
+            given = self._parcel(op, submission) if isinstance(op, Parcels) else self._contribution(op, submission)
+        self._root = op.root if isinstance(op, (Gather, Reduce)) and given is not None else None
+        self._share = op.nbytes if isinstance(op, Scatter) and given and op.root == self._rank else 0
+        self._received[self._rank] = self._packed(given)
 
-    def packed(self) -> bytes:
-        """This rank's frame without the unused part of its room."""
-        return bytes(self._sent[: _HEADER + _OWN.unpack_from(self._sent, _EQUAL)[1]])
+    def _packed(self, given: bytes | None) -> bytes:
+        own = _OWN.pack(self._mine, len(given or b""), given is not None)
+        return b"".join([(self._equal + own).ljust(_HEADER, b"\0"), given or b""])
+
+    def packed(self, peer: int) -> bytes:
+        """This rank's frame for ``peer``, with the part of the contribution that the rank needs."""
+        whole = self._received[self._rank]
+        if self._share:
+            start = _HEADER + peer * self._share
+            return self._packed(whole[start : start + self._share])
+        return whole if self._root is None or peer == self._root else self._packed(b"")
 
     def put(self, rank: int, data: bytes) -> None:
-        """Enter the frame of ``rank``. Raises: BackendError for a length that no rank sends."""
+        """Enter the frame of another rank. Raises: BackendError for a length that no rank sends."""
         if not _HEADER <= len(data) <= LONGEST or _HEADER + _OWN.unpack_from(data, _EQUAL)[1] != len(data):
             raise BackendError(f"rank {rank} sent a frame that cannot be: {len(data)} bytes")
-        self._received[rank * LONGEST : rank * LONGEST + len(data)] = data
+        self._received[rank] = data
 
-    def _give(self, op: Op, submission: Submission) -> int:
-        """Returns the number of bytes contributed; -1 if there are too many."""
+    def _contribution(self, op: Op, submission: Submission) -> bytes | None:
+        """The data of this rank; None if there is too much."""
         inputs = submission.inputs
-        start = 8 * self._size if isinstance(op, AllToAll) else 0
-        nbytes = start + contributed_bytes(op, inputs)
-        if nbytes > ROOM:
-            return -1
-        if isinstance(op, AllToAll):
-            struct.pack_into(f"<{self._size}q", self._sent, _HEADER, *op.sends)
-        if nbytes > start:
-            load(submission)
-            self.mine[_HEADER + start : _HEADER + nbytes].copy_(contribution(op, inputs))
-        return nbytes
+        table = struct.pack(f"<{self._size}q", *op.sends) if isinstance(op, AllToAll) else b""
+        nbytes = contributed_bytes(op, inputs)
+        if len(table) + nbytes > room_of(op, self._size):
+            return None
+        if not nbytes:
+            return table
+        load(submission)
+        data = inputs[0] if len(inputs) == 1 and _is_given(op, inputs[0]) else contribution(op, inputs)
+        return table + copied(data, nbytes)
 
-    def _give_parcel(self, op: Parcels, submission: Submission) -> int:
+    def _parcel(self, op: Parcels, submission: Submission) -> bytes | None:
         if not op.gives(self._rank) or not submission.parcels:  # no other rank receives a parcel from this rank
-            return 0
+            return b""
         parcel = submission.parcels[0]
         head, tensors = parcel
-        start = _HEAD.size + len(head)
-        nbytes = start + parcel.nbytes
-        if not op.shared or nbytes > ROOM:
-            return -1
-        _HEAD.pack_into(self._sent, _HEADER, len(head))
-        self._sent[_HEADER + _HEAD.size : _HEADER + start] = head
-        if nbytes > start:
-            self.mine[_HEADER + start : _HEADER + nbytes].copy_(torch.cat([bytes_of(tensor) for tensor in tensors]))
-        return nbytes
+        if not op.shared or _HEAD.size + len(head) + parcel.nbytes > ROOM:
+            return None
+        payload = [copied(data, data.nbytes) for data in map(bytes_of, tensors) if data.nbytes]
+        return b"".join([_HEAD.pack(len(head)), head, *payload])
 
     def differing(self) -> tuple[int, tuple[int, int]] | None:
         """The first place where ranks differ, and two ranks that differ; the same on all ranks. None: no difference.
@@ -128,8 +146,7 @@ class Frame:
         A rank that sent the frame of a later place called the predicted collective at this place; the ranks that did
         not are among the senders of this place's frame.
         """
-        received = self._received
-        heads = [bytes(received[rank * LONGEST : rank * LONGEST + _EQUAL]) for rank in range(self._size)]
+        heads = [data[:_EQUAL] for data in self._received]
         if heads.count(heads[0]) == self._size:
             return None
         places = [_NUMBERS.unpack_from(head)[0] for head in heads]
@@ -140,31 +157,43 @@ class Frame:
             other = next(rank for rank, place in enumerate(places) if place != first)
         return first, (min(here[0], other), max(here[0], other))
 
-    def given(self) -> tuple[Sequence[Tensor] | None, bool]:
+    def given(self) -> tuple[Sequence[bytes] | None, bool]:
         """The contributions of all ranks, if all are whole; and whether the sizes of an uneven all_to_all fit.
 
         Raises: BackendError for fields that no rank writes.
         """
         total, complete = 0, True
-        contributions = []
-        for rank in range(self._size):
-            at = rank * LONGEST
-            mine, nbytes, whole = _OWN.unpack_from(self._received, at + _EQUAL)
-            if nbytes > ROOM or whole > 1:
-                raise BackendError(f"rank {rank} sent a frame that cannot be: {nbytes} bytes of {ROOM}, flag {whole}")
+        for rank, data in enumerate(self._received):
+            mine, nbytes, whole = _OWN.unpack_from(data, _EQUAL)
+            if whole > 1:
+                raise BackendError(f"rank {rank} sent a frame that cannot be: {nbytes} bytes, flag {whole}")
             total += mine
             complete = complete and whole == 1
-            contributions.append(self.all[at + _HEADER : at + _HEADER + nbytes])
-        return contributions if complete else None, total & _MASK == 0
+        return [data[_HEADER:] for data in self._received] if complete else None, total & _MASK == 0
 
-    def parcel(self, rank: int, contribution: Tensor) -> tuple[bytes, Tensor]:
-        """Head and payload of the parcel of ``rank``. Raises: BackendError for an invalid contribution."""
-        at, nbytes = rank * LONGEST + _HEADER, len(contribution)
-        length = _HEAD.unpack_from(self._received, at)[0]
-        start = _HEAD.size + length
-        if start > nbytes:
-            raise BackendError(f"rank {rank} sent a parcel of {nbytes} bytes with a head of {length} bytes")
-        return bytes(self._received[at + _HEAD.size : at + start]), contribution[start:]
+
+def parcel_of(rank: int, given: bytes) -> tuple[bytes, Tensor]:
+    """Head and payload of the parcel of ``rank``. Raises: BackendError for an invalid contribution."""
+    length = _HEAD.unpack_from(given)[0] if len(given) >= _HEAD.size else 0
+    start = _HEAD.size + length
+    if start > len(given):
+        raise BackendError(f"rank {rank} sent a parcel of {len(given)} bytes with a head of {length} bytes")
+    return given[_HEAD.size : start], _tensor(given[start:])
+
+
+def room_of(op: Op, size: int) -> int:
+    """Bytes of a contribution up to which frames of ``size`` ranks carry it.
+
+    Where another rank needs all of it, the ranks that wait for it get it at once, without gloo's threads.
+    """
+    match op:
+        case Gather():
+            return LONG
+        case Scatter():
+            return LONG * size
+        case AllReduce() | Reduce() | Broadcast() | AllGather() | AllGatherSingle():
+            return max(ROOM, LONG // max(size - 1, 1))
+    return ROOM
 
 
 def extent(submission: Submission) -> tuple[int, int]:
@@ -176,22 +205,76 @@ def extent(submission: Submission) -> tuple[int, int]:
     return sum(counts), sum(counts[:at])
 
 
-def is_carried(submission: Submission) -> bool:
+def is_carried(submission: Submission, size: int) -> bool:
     """Whether frames carry the whole data of a call, if equal headings suffice to know it."""
     op = submission.op
-    counts = getattr(op, "counts", ())
-    return op.sizes_known and not counts and contributed_bytes(op, submission.inputs) <= ROOM
+    return op.sizes_known and not op.counts and contributed_bytes(op, submission.inputs) <= room_of(op, size)
 
 
-def complete(submission: Submission, rank: int, given: Sequence[Tensor]) -> None:
+def complete(submission: Submission, rank: int, given: Sequence[bytes]) -> None:
     """Compute the outputs of a collective of tensors from the contributions."""
-    op, ops = submission.op, [submission.op] * len(given)
+    op, outputs = submission.op, submission.outputs
+    if isinstance(op, Scatter):  # each rank has got its part alone, but for the root
+        share = given[op.root]
+        given = [share[rank * op.nbytes : (rank + 1) * op.nbytes] if rank == op.root else share]
+    if not outputs or _completed(op, outputs, given):
+        return
+    if isinstance(op, Scatter):
+        computing.fill(outputs, _tensor(given[0]))
+        return
+    ops = [op] * len(given)
     if isinstance(op, AllToAll):
         n = 8 * len(given)
-        tables = [struct.unpack(f"<{len(given)}q", bytes(each[:n].tolist())) for each in given]
+        tables = [struct.unpack(f"<{len(given)}q", each[:n]) for each in given]
         ops = [AllToAll(op.dtype, sends, ()) for sends in tables]
         given = [each[n:] for each in given]
-    perform(ops, given, {rank: submission.outputs})
+    perform(ops, [_tensor(each) for each in given], {rank: outputs})
+
+
+def _completed(op: Op, outputs: Sequence[Tensor], given: Sequence[bytes]) -> bool:
+    """Complete a usual call: one plain tensor for each part that comes, in its own dtype; False: it is not usual."""
+    output = outputs[0]
+    if not is_plain(output):
+        return False
+    match op:
+        case Broadcast(root=root) if len(outputs) == 1:
+            _fill(output, given[root])
+        case Scatter() if len(outputs) == 1:
+            _fill(output, given[0])
+        case AllGatherSingle():
+            _fill(output, b"".join(given))
+        case AllGather() | Gather() if len(outputs) == len(given) and all(map(is_plain, outputs)):
+            for each, data in zip(outputs, given, strict=True):
+                _fill(each, data)
+        case AllReduce(reduction=reduction) | Reduce(reduction=reduction) if len(outputs) == 1:
+            dtype = op.dtype
+            if reduction.factor is not None or reduction.type is RedOpType.AVG or dtype not in _IN_OWN_DTYPE:
+                return False
+            rows = [torch.frombuffer(bytearray(each), dtype=dtype) for each in given if each]
+            total = combine(rows, reduction) if rows else _tensor(b"")
+            _fill(output, copied(total, total.nbytes))
+        case _:
+            return False
+    return True
+
+
+def _fill(output: Tensor, data: bytes) -> None:
+    if len(data) != output.nbytes:
+        raise BackendError(f"a collective has brought {len(data)} bytes where {output.nbytes} fit")
+    fill(output, data)
+
+
+def _tensor(data: bytes) -> Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+
+
+def _is_given(op: Op, tensor: Tensor) -> bool:
+    """Whether the memory of the only input is the contribution."""
+    return (op.reduction is None or op.reduction.factor is None) and is_plain(tensor)
 
 
 def heading_of(submission: Submission) -> bytes:

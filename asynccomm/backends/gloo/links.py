@@ -21,6 +21,7 @@ from asynccomm.backends.gloo.messages import HEADER_BYTES, Header
 
 CHUNK: Final = 512 << 10  # bytes of one system call: another thread waits meanwhile
 ROOM: Final = 64 << 10  # bytes of the buffer for headers and short data
+BULK: Final = 1 << 20  # bytes left of one buffer: more take so long that they would hold up an event loop
 VECTORS: Final = 64  # buffers of one system call
 
 Buffer: TypeAlias = "memoryview[int]"
@@ -76,6 +77,14 @@ class MessageLink:
     def pending(self) -> bool:
         """Whether there is data to write."""
         return bool(self._out)
+
+    @property
+    def bulk(self) -> bool:
+        """Whether much data of one tensor is under way."""
+        parts, out = self._parts, self._out
+        if parts and len(parts[0]) > BULK:
+            return True
+        return bool(out) and isinstance(out[0], memoryview) and len(out[0]) > BULK
 
     @property
     def receiving(self) -> bool:

@@ -137,11 +137,7 @@ class PointToPoint:
         if endpoint is None or long or not self._policy.should_spin():
             return
         until = time.perf_counter() + SPIN_SECONDS
-        if torch.is_inference_mode_enabled():  # as in ``submit``
-            with torch.inference_mode(False):
-                endpoint.serve(until, work.done)
-        else:
-            endpoint.serve(until, work.done)
+        endpoint.serve(until, work.done)
         self._policy.record(work.done())
 
     def settle(self) -> None:

@@ -35,6 +35,7 @@ from asynccomm.backends.base import (
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
+from asynccomm.backends.hierarchical.lane_calls import LaneCalls
 from asynccomm.backends.hierarchical.messages import PlacedMessages
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
@@ -115,9 +116,15 @@ class HierarchicalBackend(Backend):
             self._only = self._inside or self._between
         elif len(where.hosts) == where.size:
             self._only = self._between
-        self._pipeline = Pipeline(
-            f"asynccomm-hierarchical-{context.group.name}", context.mailbox, lanes, context.on_error
-        )
+        name = f"asynccomm-hierarchical-{context.group.name}"
+        host = replace(context.group, rank=where.position, size=len(where.local))
+        fast: dict[Lane, LaneCalls] = {}
+        for lane, backend in lanes.items() if self._only is None else ():
+            calls = LaneCalls.of(backend, host, context.mailbox) if isinstance(backend, ShmBackend) else None
+            if calls is not None:
+                fast[lane] = calls
+        self._pipeline = Pipeline(name, context.mailbox, lanes, fast, context.on_error)
+        self._small = reductions.SmallAllReduces(where)
         self._in_flight = HazardTracker(self._start, self._not_started)
         self._messages = PlacedMessages(where, *messages, self._pipeline, context.mailbox)
 
@@ -179,8 +186,10 @@ class HierarchicalBackend(Backend):
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _start(self, submission: Submission, over: Callable[[], object]) -> None:
-        with torch.inference_mode(False):  # any thread may write the memory that a plan allocates
-            way = _WAYS[type(submission.op)](self.placement, submission)
+        way = self._small.plan(submission) if isinstance(submission.op, AllReduce) else None
+        if way is None:
+            with torch.inference_mode(False):  # any thread may write the memory that a plan allocates
+                way = _WAYS[type(submission.op)](self.placement, submission)
         self._pipeline.start(submission, way, over)
 
     def _not_started(self, submission: Submission, exc: Exception) -> None:

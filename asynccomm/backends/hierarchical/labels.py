@@ -16,7 +16,8 @@ from asynccomm.ops import Op
 from asynccomm.ops.signature import signature
 
 REMEMBERED: Final = 4096  # calls, for errors
-_MARK: Final = re.compile(r"#([0-9a-f]{24})")
+HASH_DIGITS: Final = 24  # at the end of a label
+_MARK: Final = re.compile(rf"#([0-9a-f]{{{HASH_DIGITS}}})")
 
 _calls: dict[str, Op] = {}  # by the hash in their label
 
@@ -25,11 +26,17 @@ def label_of(submission: Submission) -> str:
     """The label of the steps of ``submission``, equal on two ranks if their operations fit each other."""
     op = submission.op
     words = (*signature(op), digest(submission))
-    hashed = hashlib.blake2b(repr(words).encode(), digest_size=12).hexdigest()
+    hashed = hashlib.blake2b(repr(words).encode(), digest_size=HASH_DIGITS // 2).hexdigest()
+    label = f"{getattr(op, 'method', op.kind)} #{hashed}"
+    remember(label, op)
+    return label
+
+
+def remember(label: str, op: Op) -> None:
+    """Note that ``label`` stands for ``op``: with each call, as old labels are forgotten."""
     if len(_calls) >= REMEMBERED:
         _calls.clear()
-    _calls[hashed] = op
-    return f"{getattr(op, 'method', op.kind)} #{hashed}"
+    _calls[label[-HASH_DIGITS:]] = op
 
 
 def call_behind(step: str) -> str:

@@ -25,9 +25,11 @@ from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from asynccomm.backends.base import Backend, Submission
 from asynccomm.backends.hierarchical.labels import label_of
+from asynccomm.backends.hierarchical.lane_calls import Check, LaneCalls
 from asynccomm.backends.latch import Latch
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.core.mailbox import Mailbox
@@ -51,6 +53,8 @@ class Leg(NamedTuple):
 
     lane: Lane
     call: Callable[[], Call]  #: makes the call when the step begins, after all earlier steps
+    #: the same call, with its label and without side effects, for the lane's fast path; and its tensors
+    quick: tuple[Check, tuple[Tensor, ...]] | None = None
 
 
 class PiecePlan(NamedTuple):
@@ -65,6 +69,7 @@ class OpPlan(NamedTuple):
 
     plans: Sequence[PiecePlan]
     finish: Callable[[], object] | None = None  #: called after the last plan
+    label: str = ""  #: of all steps, if it is known already
 
 
 @final
@@ -92,6 +97,7 @@ class Pipeline:
     Args:
         name: of the thread for steps that copy much.
         backends: of the lanes that this rank is on.
+        fast: the fast paths of lanes that have one.
         failed: called with an error that breaks the comm.
     """
 
@@ -100,10 +106,12 @@ class Pipeline:
         name: str,
         mailbox: Mailbox,
         backends: Mapping[Lane, Backend],
+        fast: Mapping[Lane, LaneCalls],
         failed: Callable[[BrokenError], object],
     ) -> None:
         self._mailbox = mailbox
         self._backends = backends
+        self._fast = fast
         self._failed = failed
         self._queues: dict[Lane, deque[_Job]] = {lane: deque() for lane in backends}
         self._events: deque[Callable[[], object]] = deque()
@@ -126,7 +134,7 @@ class Pipeline:
             over()
 
         latch = Latch(len(way.plans), end)
-        label = label_of(submission)
+        label = way.label or label_of(submission)
         self._post(partial(self._enter, [_Job(plan, submission, label, latch) for plan in way.plans]))
 
     def call(self, submit: Callable[[], object]) -> None:
@@ -140,9 +148,14 @@ class Pipeline:
 
     def before_await(self, work: Work[Any]) -> None:
         """See ``Backend.before_await``."""
-        step = self._steps.get(work)
-        if step is not None and not step[1].done():
-            self._backends[step[0]].before_await(step[1])
+        last: tuple[Lane, Work[Any]] | None = None
+        while not work.done():  # a step that ends here begins the next
+            step = self._steps.get(work)
+            if step is None or step is last:
+                return
+            last = step
+            if not step[1].done():
+                self._backends[step[0]].before_await(step[1])
 
     def before_block(self, work: Work[Any]) -> None:
         """See ``Backend.before_block``."""
@@ -214,14 +227,23 @@ class Pipeline:
     def _begin(self, job: _Job) -> None:
         """Begin the next step of ``job``."""
         job.running = True
-        lane, make = job.plan.steps[job.at]
+        lane, make, quick = job.plan.steps[job.at]
         outer = job.submission
+        run: object = None
+        if quick is not None and (fast := self._fast.get(lane)) is not None:
+            begun = fast.begin(outer.work.seq, *quick)
+            if begun is not None:
+                run = begun.run
+                if run is None:
+                    self._go_on(job, None)
+                    return
         call = make()
-        op = call.op if call.op.p2p else replace(call.op, label=job.label)
+        op = call.op if call.op.p2p or call.op.label == job.label else replace(call.op, label=job.label)
         work: Work[Any] = Work(
             op, outer.work.seq, self._mailbox, value=None, timeout=math.inf, on_settled=partial(self._settled, job)
         )
-        step = Submission(call._replace(op=op), work)
+        step = Submission(call if call.op is op else call._replace(op=op), work)
+        step.run = run
         step.members = outer.members or (outer.work.op,)
         step.numbers = outer.numbers or (outer.work.seq,)
         backend = self._backends[lane]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import pytest
 from asynccomm import BackendError
 from asynccomm.backends.gloo import endpoint as endpoint_module
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
-from asynccomm.backends.gloo.links import MessageLink
+from asynccomm.backends.gloo.links import BULK, MessageLink
 from asynccomm.backends.gloo.messages import Header, Kind
+from asynccomm.core.mailbox import Mailbox
+from tests.waiting import until
 
 
 class Rank:
@@ -25,13 +28,15 @@ class Rank:
         self.rank = rank
         self.headers: list[tuple[int, int]] = []
         self.gone: list[int] = []
+        self.readers: list[int] = []  # the thread that has read each header
         self.endpoint = Endpoint(rank, size, "127.0.0.1", f"test-messages-{rank}")
 
-    def start(self, contacts: list[Contact]) -> None:
-        self.endpoint.start(contacts, self._arrived, lambda peer, _: self.gone.append(peer), lambda: None)
+    def start(self, contacts: list[Contact], mailbox: Mailbox | None = None) -> None:
+        self.endpoint.start(contacts, self._arrived, lambda peer, _: self.gone.append(peer), lambda: None, mailbox)
 
     def _arrived(self, link: MessageLink, header: Header) -> None:
         self.headers.append((link.peer, header.number))
+        self.readers.append(threading.get_ident())
 
     def send(self, peer: int, number: int) -> None:
         with self.endpoint.lock:
@@ -152,6 +157,116 @@ def test_closing_frees_all_descriptors_and_the_thread() -> None:
         rank.endpoint.join(20)
     assert set(os.listdir("/proc/self/fd")) == before
     assert "test-messages-0" not in [thread.name for thread in threading.enumerate()]
+
+
+class PausedThread:
+    """``time`` in which the thread's pauses last until the end of a test."""
+
+    perf_counter, monotonic = time.perf_counter, time.monotonic
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def sleep(self, seconds: float) -> None:
+        self.over.wait(20)
+
+
+# -- with an event loop -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def on_loop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Rank]]:
+    """Two ranks; the loop reads what arrives at rank 1."""
+    ranks = [Rank(0), Rank(1)]
+    contacts = [rank.endpoint.contact for rank in ranks]
+    ranks[0].start(contacts)
+    ranks[1].start(contacts, Mailbox(asyncio.get_running_loop()))
+    yield ranks
+    for rank in ranks:
+        rank.endpoint.close()
+        rank.endpoint.join(5)
+
+
+async def test_the_loop_reads_what_arrives(on_loop: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PausedThread()
+    monkeypatch.setattr(endpoint_module, "time", clock)
+    sender, receiver = on_loop
+    for number in range(20):
+        sender.send(1, number)
+    await until(lambda: len(receiver.headers) == 20)
+    clock.over.set()
+    assert receiver.headers == [(0, number) for number in range(20)]
+    assert set(receiver.readers) == {threading.get_ident()}
+
+
+async def test_the_thread_reads_while_the_loop_is_blocked_and_no_longer(on_loop: list[Rank]) -> None:
+    sender, receiver = on_loop
+    sender.send(1, 0)
+    await until(lambda: bool(receiver.headers))
+    for number in range(1, 21):
+        sender.send(1, number)
+        soon(lambda number=number: len(receiver.headers) == number + 1)  # which blocks the loop
+    assert threading.get_ident() not in receiver.readers[1:]
+    assert receiver.endpoint._late
+    await until(lambda: not receiver.endpoint._late)  # the loop has had a turn
+    sender.send(1, 21)
+    await until(lambda: len(receiver.headers) == 22)
+
+
+async def test_the_thread_reads_while_much_data_is_under_way(on_loop: list[Rank]) -> None:
+    sender, receiver = on_loop
+    room = bytearray(3 * BULK)
+    landed = threading.Event()
+
+    def take(link: MessageLink, header: Header) -> None:
+        link.receive([memoryview(room)], landed.set)
+
+    receiver.endpoint._arrived = take
+    with sender.endpoint.lock:
+        link = sender.endpoint.link_to(1)
+        assert link is not None
+        sender.endpoint.send(link, Header(Kind.DATA).pack())
+    await until(lambda: not receiver.endpoint._listens)
+    with sender.endpoint.lock:
+        sender.endpoint.send(link, b"x" * len(room))
+    await until(landed.is_set)
+    assert room == b"x" * len(room)
+    await until(lambda: receiver.endpoint._listens)
+
+
+async def test_the_loop_is_not_told_while_another_thread_reads(on_loop: list[Rank]) -> None:
+    sender, receiver = on_loop
+    sender.send(1, 0)
+    await until(lambda: bool(receiver.headers))
+    silent = threading.Event()
+
+    def done() -> bool:
+        if not receiver.endpoint._listens:
+            silent.set()
+        return len(receiver.headers) == 2
+
+    reader = threading.Thread(target=receiver.endpoint.serve, args=[time.perf_counter() + 20, done])
+    reader.start()
+    await until(silent.is_set)
+    sender.send(1, 1)
+    await until(lambda: not reader.is_alive())
+    assert receiver.endpoint._listens
+    assert receiver.readers[1] != threading.get_ident()
+
+
+async def test_the_loop_is_left_alone_after_the_end() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    loop = asyncio.get_running_loop()
+    for detached in (False, True):
+        rank = Rank(0)
+        rank.start([rank.endpoint.contact] * 2, Mailbox(loop))
+        if detached:
+            rank.endpoint.detach()
+        closing = threading.Thread(target=rank.endpoint.close)  # as when another thread aborts
+        closing.start()
+        closing.join()
+        rank.endpoint.join(20)
+        await until(lambda: set(os.listdir("/proc/self/fd")) == before)
 
 
 def test_contacts() -> None:

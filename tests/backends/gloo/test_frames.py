@@ -12,8 +12,34 @@ from torch import Tensor
 
 from asynccomm import BackendError, Comm, ReduceOp
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent, heading_of, is_carried
-from asynccomm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Op, Parcel, Parcels, ReduceScatter
+from asynccomm.backends.gloo.frames import (
+    LONG,
+    ROOM,
+    Frame,
+    balance,
+    complete,
+    digest,
+    extent,
+    heading_of,
+    is_carried,
+    parcel_of,
+    room_of,
+)
+from asynccomm.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Call,
+    Gather,
+    Op,
+    Parcel,
+    Parcels,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+)
 from asynccomm.ops.validation import CommInfo
 
 SIZE = 3
@@ -32,21 +58,26 @@ def submission(call: Call, number: int = 5) -> Submission:
 
 
 def exchanged(submissions: Sequence[Submission]) -> list[Frame]:
-    """The frames of all ranks, after their all_gather."""
+    """The frames of all ranks, after their exchange."""
     frames = [Frame(rank, len(submissions)) for rank in range(len(submissions))]
     for frame, mine in zip(frames, submissions, strict=True):
         frame.fill(mine, 3, heading_of(mine))
-    everything = torch.cat([frame.mine for frame in frames])
-    for frame in frames:
-        frame.all.copy_(everything)
+    exchange(frames)
     return frames
+
+
+def exchange(frames: Sequence[Frame]) -> None:
+    for rank, frame in enumerate(frames):
+        for peer, other in enumerate(frames):
+            if peer != rank:
+                frame.put(peer, other.packed(rank))
 
 
 def of_all(make: Callable[[int], Call]) -> list[Frame]:
     return exchanged([submission(make(rank)) for rank in range(SIZE)])
 
 
-@pytest.mark.parametrize("n", [0, 1, ROOM // 4, ROOM // 4 + 1])
+@pytest.mark.parametrize("n", [0, 1, LONG // 8, LONG // 8 + 1])
 def test_what_fits_is_in_it(n: int) -> None:
     tensors = [torch.full((n,), 1.0 + rank) for rank in range(SIZE)]
     submissions = [submission(AllReduce.of(group(rank), t, ReduceOp.SUM)) for rank, t in enumerate(tensors)]
@@ -54,7 +85,7 @@ def test_what_fits_is_in_it(n: int) -> None:
         assert frame.differing() is None
         given, balanced = frame.given()
         assert balanced
-        assert (given is None) is (4 * n > ROOM)
+        assert (given is None) is (4 * n > LONG // 2)
         if given is not None:
             complete(submissions[rank], rank, given)
             assert tensors[rank].eq(6).all()
@@ -62,7 +93,7 @@ def test_what_fits_is_in_it(n: int) -> None:
 
 def test_all_or_none_is_in_it() -> None:
     """Of sizes of their own, that of one rank may be too long."""
-    counts = [1, 1000, 2]
+    counts = [1, 10000, 2]
     frames = of_all(lambda rank: AllGather.of(group(rank), [torch.zeros(n) for n in counts], torch.zeros(counts[rank])))
     assert [frame.given()[0] for frame in frames] == [None] * SIZE
 
@@ -123,8 +154,8 @@ def test_the_earliest_place_tells_where_ranks_differ(places: list[int], names: s
     for frame, place, name in zip(frames, places, names, strict=True):
         one = submission(Call(Barrier(label=name), (), (), None), place + 100)
         frame.fill(one, place, heading_of(one), contribute=False)
+    exchange(frames)
     for frame in frames:
-        frame.all.copy_(torch.cat([each.mine for each in frames]))
         assert frame.differing() == (4, sides)
 
 
@@ -192,7 +223,7 @@ def test_parcels(length: int) -> None:
         found, _ = frame.given()
         assert (found is None) is (length > ROOM - 8)
         if found is not None:
-            head, payload = frame.parcel(1, found[1])
+            head, payload = parcel_of(1, found[1])
             assert head == b"head"
             assert payload.tolist() == [i % 200 for i in range(length)]
 
@@ -208,11 +239,13 @@ def test_parcels_of_their_own_for_each_go_another_way() -> None:
     assert [frame.given()[0] for frame in frames] == [None] * SIZE
 
 
-@pytest.mark.parametrize("at", [56, 60])
+@pytest.mark.parametrize("at", [60, 64])
 def test_what_no_rank_says_is_refused(at: int) -> None:
-    frame = of_all(lambda rank: Call(Barrier(), (), (), None))[0]
-    frame.all[len(frame.mine) + at : len(frame.mine) + at + 4] = 255
+    frame, other, _ = of_all(lambda rank: Call(Barrier(), (), (), None))
+    data = bytearray(other.packed(0).ljust(at + 4, b"\0"))
+    data[at - 4 : at] = b"\xff" * 4
     with pytest.raises(BackendError, match="rank 1 sent a frame that cannot be"):
+        frame.put(1, bytes(data))
         frame.given()
 
 
@@ -222,10 +255,9 @@ def test_what_is_no_parcel_is_refused(length: int) -> None:
     frame = of_all(lambda rank: call)[0]
     given, _ = frame.given()
     assert given is not None
-    assert frame.parcel(1, given[1])[0] == b""
-    given[1][:4] = torch.tensor(list(length.to_bytes(4, "little")), dtype=torch.uint8)
+    assert parcel_of(1, given[1])[0] == b""
     with pytest.raises(BackendError, match=f"rank 1 sent a parcel of 4 bytes with a head of {length} bytes"):
-        frame.parcel(1, given[1])
+        parcel_of(1, length.to_bytes(4, "little"))
 
 
 @pytest.mark.ranks([2, 3], backend="gloo")
@@ -251,13 +283,66 @@ async def test_in_inference_mode_and_out_of_it(comm: Comm) -> None:
 )
 def test_calls_that_frames_carry_for_certain(make: Callable[[int], Call], carried: bool) -> None:
     """Uneven contributions may fit on some ranks only."""
-    assert is_carried(submission(make(ROOM // 4))) == carried
-    assert not isinstance(make(1).op, AllReduce) or not is_carried(submission(make(ROOM // 4 + 1)))
+    assert is_carried(submission(make(LONG // 8)), SIZE) == carried
+    assert not isinstance(make(1).op, AllReduce) or not is_carried(submission(make(LONG // 8 + 1)), SIZE)
 
 
 def test_a_frame_is_sent_without_its_unused_room() -> None:
     frame = Frame(0, SIZE)
     frame.fill(submission(AllReduce.of(group(0), torch.ones(5), ReduceOp.SUM)), 0, b"")
-    assert len(frame.packed()) == 64 + 20
-    frame.fill(submission(AllReduce.of(group(0), torch.ones(1000), ReduceOp.SUM)), 0, b"")
-    assert len(frame.packed()) == 64
+    assert len(frame.packed(1)) == 64 + 20
+    frame.fill(submission(AllReduce.of(group(0), torch.ones(10000), ReduceOp.SUM)), 0, b"")
+    assert len(frame.packed(1)) == 64
+
+
+def rooted(op: type[Gather | Reduce], rank: int, n: int) -> Call:
+    mine = torch.full((n,), 1.0 + rank)
+    if op is Reduce:
+        return Reduce.of(group(rank), mine, 1, ReduceOp.SUM)
+    return Gather.of(group(rank), [torch.zeros(n) for _ in range(SIZE)] if rank == 1 else None, mine, 1)
+
+
+@pytest.mark.parametrize("op", [Gather, Reduce])
+def test_only_the_root_gets_what_only_the_root_needs(op: type[Gather | Reduce]) -> None:
+    calls = [rooted(op, rank, 500) for rank in range(SIZE)]
+    submissions = [submission(call) for call in calls]
+    frames = exchanged(submissions)
+    assert [len(frames[0].packed(peer)) for peer in (1, 2)] == [64 + 2000, 64]
+    for rank, frame in enumerate(frames):
+        assert frame.differing() is None
+        given, _ = frame.given()
+        assert given is not None
+        complete(submissions[rank], rank, given)
+    results = [output.unique().tolist() for output in calls[1].outputs]
+    assert results == ([[1.0], [2.0], [3.0]] if op is Gather else [[6.0]])
+    assert calls[0].inputs[0].eq(1).all()
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_each_rank_gets_its_part_of_what_is_scattered(stride: int) -> None:
+    n = LONG // 4
+    outputs = [torch.zeros(n * stride)[::stride] for _ in range(SIZE)]
+    parts = [torch.full((n,), 7.0 + rank) for rank in range(SIZE)]
+    submissions = [
+        submission(Scatter.of(group(rank), outputs[rank], parts if rank == 0 else None, 0)) for rank in range(SIZE)
+    ]
+    for rank, frame in enumerate(exchanged(submissions)):
+        given, _ = frame.given()
+        assert given is not None
+        assert rank == 0 or len(given[0]) == LONG, "as much as a frame takes"
+        complete(submissions[rank], rank, given)
+        assert outputs[rank].eq(7 + rank).all()
+
+
+@pytest.mark.parametrize("surplus", [-1, 1])
+def test_data_of_another_length_than_the_output_are_refused(surplus: int) -> None:
+    calls = [Broadcast.of(group(rank), torch.zeros(4), 0) for rank in range(SIZE)]
+    with pytest.raises(BackendError, match=f"has brought {16 + surplus} bytes where 16 fit"):
+        complete(submission(calls[1]), 1, [b"x" * (16 + surplus), b"", b""])
+    assert calls[1].outputs[0].eq(0).all()
+
+
+def test_the_room_of_what_goes_to_all_ranks_shrinks_with_their_number() -> None:
+    assert [room_of(Broadcast(torch.float32, 1, 0), size) for size in (1, 2, 3, 1000)] == [LONG, LONG, LONG // 2, ROOM]
+    assert [room_of(Gather(torch.float32, 1, 0), size) for size in (2, 1000)] == [LONG, LONG]
+    assert room_of(Barrier(), 2) == ROOM

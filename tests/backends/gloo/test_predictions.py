@@ -162,8 +162,7 @@ class Rank:
     def frames_arrive(self, number: int, theirs: Frame | None = None) -> None:
         """Rank 1 sends the same as rank 0 for frame ``number``, or something else."""
         frame, done = self.frames.calls[number]
-        frame.put(0, frame.packed())
-        frame.put(1, (theirs or frame).packed())
+        frame.put(1, (theirs or frame).packed(0))
         done(None)
 
     def data_arrive(self, number: int) -> None:
@@ -172,7 +171,7 @@ class Rank:
     def usual(self, root: int | None = None) -> int:
         """Call the same until it is predicted; returns how many calls it took."""
         for number in range(4):
-            self.call(1000, root)
+            self.call(20000, root)
             self.frames_arrive(number)
             self.data_arrive(number)
         return 4
@@ -227,7 +226,7 @@ def frame_of(n: int, place: int) -> Frame:
 
 def test_what_is_predicted_and_needs_every_rank_has_no_frame(rank: Rank) -> None:
     usual = rank.usual()
-    work = rank.call(1000)
+    work = rank.call(20000)
     assert len(rank.frames.calls) == usual
     assert len(rank.small.calls) == usual + 1, "is handed over at once"
     assert not work.settled
@@ -249,7 +248,7 @@ def test_a_short_call_travels_in_its_frame_even_if_it_was_predicted(rank: Rank) 
 
 def test_what_is_predicted_and_has_a_root_is_ahead_of_its_frames(rank: Rank) -> None:
     usual = rank.usual(root=0)
-    works = [rank.call(1000, 0), rank.call(1000, 0)]
+    works = [rank.call(20000, 0), rank.call(20000, 0)]
     assert len(rank.small.calls) == usual + 1, "frames are under way, and ranks may not have agreed on that call"
     rank.data_arrive(usual)
     assert not works[0].settled, "its frames are not here"
@@ -263,7 +262,7 @@ def test_what_is_predicted_and_has_a_root_is_ahead_of_its_frames(rank: Rank) -> 
 
 def test_frames_may_come_before_the_data(rank: Rank) -> None:
     usual = rank.usual(root=0)
-    work = rank.call(1000, 0)
+    work = rank.call(20000, 0)
     rank.frames_arrive(usual)
     assert not work.settled
     rank.data_arrive(usual)
@@ -273,7 +272,7 @@ def test_frames_may_come_before_the_data(rank: Rank) -> None:
 def test_what_is_not_predicted_waits_for_its_frames_and_raises_an_alarm(rank: Rank) -> None:
     usual = rank.usual()
     assert not rank.messages("send")
-    work = rank.call(1001)
+    work = rank.call(20001)
     assert len(rank.small.calls) == usual
     ((_, _, (text, *_)),) = rank.messages("send")
     assert text.view(torch.int64).item() == usual
@@ -285,7 +284,7 @@ def test_what_is_not_predicted_waits_for_its_frames_and_raises_an_alarm(rank: Ra
 def test_what_has_no_frame_waits_for_the_frames_before_it_and_keeps_its_place(rank: Rank) -> None:
     for root in (0, None, None) * 4:
         frames = len(rank.frames.calls)
-        rank.call(1000, root)
+        rank.call(20000, root)
         if len(rank.frames.calls) > frames:
             rank.frames_arrive(frames)
         rank.data_arrive(-1)
@@ -294,9 +293,9 @@ def test_what_has_no_frame_waits_for_the_frames_before_it_and_keeps_its_place(ra
     def started() -> list[str]:
         return [name for name, *_ in rank.small.calls[before:]]
 
-    rank.call(1000, 0)
-    works = [rank.call(1000), rank.call(1000)]
-    rank.call(1000, 0)
+    rank.call(20000, 0)
+    works = [rank.call(20000), rank.call(20000)]
+    rank.call(20000, 0)
     assert started() == ["broadcast"]
     assert len(rank.frames.calls) == frames + 2
     rank.frames_arrive(frames)
@@ -310,10 +309,10 @@ def test_what_has_no_frame_waits_for_the_frames_before_it_and_keeps_its_place(ra
 
 async def test_an_alarm_brings_a_frame_for_what_had_none(rank: Rank) -> None:
     usual = rank.usual()
-    work = rank.call(1000)
+    work = rank.call(20000)
     await rank.alarm(usual)
     assert len(rank.frames.calls) == usual + 1
-    rank.frames_arrive(usual, frame_of(1001, usual))
+    rank.frames_arrive(usual, frame_of(20001, usual))
     rank.small.calls[usual][1].future.set_exception(RuntimeError("closed"))
     assert not work.settled
     assert not rank.errors, "which of the ranks differ is about to be known"
@@ -322,28 +321,28 @@ async def test_an_alarm_brings_a_frame_for_what_had_none(rank: Rank) -> None:
 
 async def test_an_alarm_for_a_call_to_come_makes_it_send_its_frame(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(1000)
+    rank.call(20000)
     rank.data_arrive(usual)
     await rank.alarm(usual + 1)
-    rank.call(1000)
+    rank.call(20000)
     assert len(rank.frames.calls) == usual + 1
     assert len(rank.small.calls) == usual + 1
 
 
 async def test_an_alarm_for_what_is_past_changes_nothing(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(1000)
+    rank.call(20000)
     rank.data_arrive(usual)
     await rank.alarm(1)
     await rank.alarm(usual)
-    rank.call(1000)
+    rank.call(20000)
     assert len(rank.frames.calls) == usual
 
 
 async def test_a_later_frame_serves_as_well(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(1000)
-    rank.call(1001)
+    rank.call(20000)
+    rank.call(20001)
     assert len(rank.frames.calls) == usual + 1
     await rank.alarm(usual)
     assert len(rank.frames.calls) == usual + 1
@@ -353,7 +352,7 @@ async def test_a_later_frame_serves_as_well(rank: Rank) -> None:
 
 async def test_an_alarm_without_a_difference_is_an_error(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(1000)
+    rank.call(20000)
     await rank.alarm(usual)
     rank.frames_arrive(usual)
     (error,) = rank.errors
@@ -362,17 +361,17 @@ async def test_an_alarm_without_a_difference_is_an_error(rank: Rank) -> None:
 
 async def test_an_alarm_is_passed_on_once(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(1000)
+    rank.call(20000)
     rank.data_arrive(usual)
     await rank.alarm(usual + 1)
     await rank.alarm(usual + 1)
-    rank.call(1001)
+    rank.call(20001)
     assert len(rank.messages("send")) == 1
 
 
 def test_data_that_fail_end_the_comm(rank: Rank) -> None:
     usual = rank.usual()
-    work = rank.call(1000)
+    work = rank.call(20000)
     rank.small.calls[usual][1].future.set_exception(RuntimeError("closed"))
     assert [str(error) for error in rank.errors] == ["closed"]
     assert not work.settled

@@ -6,12 +6,14 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.hierarchical.lane_calls import Begun
 from asynccomm.backends.hierarchical.pipeline import LARGE, Lane, Leg, OpPlan, PiecePlan, Pipeline
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
@@ -56,16 +58,28 @@ class LaneBackend(Backend):
     def abort(self) -> None: ...
 
 
+class FastLane:
+    """Takes the steps as the test says."""
+
+    def __init__(self, *taken: Begun | None) -> None:
+        self.taken = list(taken)
+        self.begun: list[tuple[int, object, tuple[torch.Tensor, ...]]] = []
+
+    def begin(self, number: int, check: Callable[..., Call], tensors: tuple[torch.Tensor, ...]) -> Begun | None:
+        self.begun.append((number, check, tensors))
+        return self.taken.pop(0)
+
+
 class Line:
     """A pipeline of three such lanes."""
 
-    def __init__(self) -> None:
+    def __init__(self, fast: Any = None) -> None:
         self.up, self.across, self.down = LaneBackend(), LaneBackend(), LaneBackend()
         self.errors: list[BrokenError] = []
         self.over: list[int] = []
         self.mailbox = Mailbox(asyncio.get_running_loop())
         lanes = dict(zip(Lane, (self.up, self.across, self.down), strict=True))
-        self.pipeline = Pipeline("test", self.mailbox, lanes, self.errors.append)
+        self.pipeline = Pipeline("test", self.mailbox, lanes, {Lane.UP: fast} if fast else {}, self.errors.append)
 
     def start(
         self, number: int, *lanes: Lane, call: Callable[[], Call] | None = None, tensor: torch.Tensor | None = None
@@ -280,6 +294,44 @@ async def test_a_waiting_task_drives_the_leg_under_way() -> None:
     line.down.settle(0)
     line.pipeline.before_await(work)  # over
     assert len(line.down.awaited) == 1
+
+
+async def test_a_waiting_task_drives_the_leg_that_follows() -> None:
+    line = Line()
+    work = line.start(0, Lane.UP, Lane.DOWN)
+
+    def settles(step: Work[Any]) -> None:
+        step.settle()
+
+    line.up.before_await = settles  # type: ignore[method-assign]
+    line.pipeline.before_await(work)
+    assert line.down.awaited == [line.down.submitted[0].work]
+
+
+def barrier(group: object) -> Call:
+    return Call(Barrier(), (), (), None)
+
+
+async def test_a_lane_with_a_fast_path_needs_no_submission_of_a_leg_that_ends_there() -> None:
+    fast = FastLane(Begun(None), Begun(None))
+    line = Line(fast)
+    legs = [Leg(Lane.UP, pytest.fail, (barrier, ())), Leg(Lane.DOWN, partial(barrier, None))]
+    for number in range(2):
+        line.start_way(number, OpPlan([PiecePlan(legs)]))
+    assert fast.begun == [(0, barrier, ()), (1, barrier, ())]
+    assert line.counts() == (0, 0, 2)
+    line.down.settle(0)
+    line.down.settle(1)
+    assert line.over == [0, 1]
+
+
+async def test_a_leg_that_the_fast_path_has_begun_goes_on_in_the_backend() -> None:
+    line = Line(FastLane(Begun("run"), None))
+    leg = Leg(Lane.UP, partial(barrier, None), (barrier, ()))
+    for number in range(2):
+        line.start_way(number, OpPlan([PiecePlan([leg])], label=f"of {number}"))
+    assert [step.run for step in line.up.submitted] == ["run", None]
+    assert [step.op.label for step in line.up.submitted] == ["of 0", "of 1"]
 
 
 async def test_a_blocked_thread_needs_no_event_loop_for_its_operation_and_earlier_ones() -> None:
