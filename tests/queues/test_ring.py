@@ -273,4 +273,4 @@ def test_arguments_that_would_leave_the_memory_are_refused() -> None:
 def test_an_empty_payload_has_no_address(kinds: Any) -> None:
     _, writer, (reader,) = ends(kinds, RING)
     assert writer.put(BYTES, 1, 0, 0, 0, 0, 0) == PUBLISHED
-    assert reader.take(1, 1) == [b""]
+    assert reader.take(None, 1, 1) == [b""]
