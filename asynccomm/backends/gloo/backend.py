@@ -54,6 +54,7 @@ LINGER_SECONDS = 1.0  # time for the other ranks to receive the messages that we
 CLOSE_SECONDS = 5.0  # time for threads to see the end of an aborted group; they are daemons, so a miss costs a thread
 NAMED = 3  # messages in a warning
 CATCH_UP_SECONDS = 0.02  # time for gloo to deliver data that a rank sent before it failed
+REPORT_SECONDS = 1.0  # for a thread that has read such data to report it; on a busy machine it may not run at once
 END_SECONDS = (
     1.0  # time for gloo's own threads to end, and for those that connect other groups than the one that failed
 )
@@ -231,8 +232,11 @@ class GlooBackend(Backend):
         return service
 
     def drain_before_failure(self) -> None:
-        self._collectives.drain_before_failure(CATCH_UP_SECONDS)
         if self._endpoint is not None:
+            self._endpoint.drain(CATCH_UP_SECONDS)
+            self._frames.finish_reports(REPORT_SECONDS)
+        self._collectives.drain_before_failure(CATCH_UP_SECONDS)
+        if self._endpoint is not None:  # data may have arrived meanwhile
             self._endpoint.drain(CATCH_UP_SECONDS)
 
     async def aclose(self) -> None:

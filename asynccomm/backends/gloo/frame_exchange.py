@@ -33,6 +33,7 @@ class FrameExchange:
         self._gone: dict[int, str] = {}
         self._over: deque[Callable[[], object]] = deque()
         self._running = threading.Lock()  # held by the thread that reports the exchanges that are over
+        self._reporter = 0  # that thread
 
     def open(self, endpoint: Endpoint) -> None:
         """Use the sockets of ``endpoint``."""
@@ -54,11 +55,19 @@ class FrameExchange:
     def settle(self) -> None:
         """Report the exchanges that are over. From any thread, without locks."""
         while self._over and self._running.acquire(blocking=False):
+            self._reporter = threading.get_ident()
             try:
                 while self._over:
                     self._over.popleft()()
             finally:
+                self._reporter = 0
                 self._running.release()  # a thread that found it held relies on the check that follows
+
+    def finish_reports(self, seconds: float) -> None:
+        """Wait until no other thread reports an exchange, at most ``seconds``. From any thread, without locks."""
+        if self._reporter != threading.get_ident() and self._running.acquire(timeout=seconds):
+            self._running.release()
+            self.settle()
 
     def arrived(self, peer: int, data: bytes) -> None:
         """Handle a frame from ``peer``. Under the lock."""

@@ -275,3 +275,23 @@ def test_contacts() -> None:
     assert (again.address, again.port, again.token) == ("fe80::1", 65535, b"t" * 16)
     with pytest.raises(BackendError, match="corrupt address"):
         Contact.unpack(b"short")
+
+
+def test_a_drain_reads_however_slowly_the_machine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock may pass the limit before the thread has looked once."""
+    clock = iter(range(0, 10**6, 10))
+    with monkeypatch.context() as patched:
+        patched.setattr(Endpoint, "_main", lambda self: None)  # no thread reads
+        ranks = [Rank(0), Rank(1)]
+        for rank in ranks:
+            rank.start([each.endpoint.contact for each in ranks])
+    ranks[0].send(1, 7)
+    ranks[0].endpoint.serve(time.perf_counter() + 20, lambda: not ranks[0].endpoint._outbound[1].pending)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    soon(lambda: bool(ranks[1].endpoint._inner.poll(0)))
+    while not ranks[1].headers:  # the connection, and then its data
+        ranks[1].endpoint.drain(0.02)
+        assert next(clock) < 1000, "nothing was read"
+    for rank in ranks:
+        rank.endpoint.close()
+        rank.endpoint.join(5)

@@ -121,3 +121,29 @@ async def test_a_rank_may_run_ahead_with_short_collectives(comm: Comm) -> None:
             works = [other.broadcast(torch.zeros(2), 0) for _ in range(2000)]
         for i, work in enumerate(works):
             assert (await work).eq(i).all()
+
+
+def test_reports_of_another_thread_are_waited_for() -> None:
+    exchange = FrameExchange(0, SIZE)
+    began, goes_on, order = threading.Event(), threading.Event(), []
+
+    def report(error: Exception | None) -> None:
+        began.set()
+        assert goes_on.wait(20)
+        order.append("reported")
+        exchange.finish_reports(20)  # the reporter itself does not wait
+
+    exchange.begin(frame_of(0, 0), report)
+    for peer in (1, 2):
+        exchange.arrived(peer, frame_of(peer, 0).packed(0))
+    reporter = threading.Thread(target=exchange.settle)
+    reporter.start()
+    assert began.wait(20)
+    exchange.finish_reports(0)  # gives up at once
+    assert not order
+    waiter = threading.Thread(target=lambda: (exchange.finish_reports(20), order.append("waited")))
+    waiter.start()
+    goes_on.set()
+    for thread in (reporter, waiter):
+        thread.join(20)
+    assert order == ["reported", "waited"]
