@@ -287,7 +287,7 @@ async def test_a_split_ends_where_the_parent_breaks_before_all_have_come() -> No
             await child
 
         splitting = asyncio.create_task(split())
-        await until(lambda: bool(a._session._children))
+        await until(lambda: bool(a._session.children))
         b.abort("no longer wanted")
         with pytest.raises(AbortedError, match="no longer wanted"):
             await splitting

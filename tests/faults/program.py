@@ -25,10 +25,9 @@ import uvloop
 
 from asynccomm.backends import registry
 from asynccomm.backends.shm.progress_thread import shared_thread
-from asynccomm.comm import bootstrap
+from asynccomm.comm import bootstrap, connecting
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
-from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport import connection
 from asynccomm.control.transport.connection import Connection
@@ -570,17 +569,17 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
 
         return call_it
 
-    connect_first = Session._connect_first
+    connect_first = connecting._connect_first
 
-    async def connect_while(self: Session, *args: Any) -> None:
+    async def connect_while(*args: Any) -> None:
         if not _IS_VICTIM.get():
-            await connect_first(self, *args)
+            await connect_first(*args)
             return
         loop = asyncio.get_running_loop()
         due = loop.time() + delay
         late = loop.call_at(due, strike)
         try:
-            await connect_first(self, *args)
+            await connect_first(*args)
         finally:
             if loop.time() < due:  # it was quicker
                 late.cancel()
@@ -594,7 +593,7 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
         case "attached":
             bootstrap._open_channel = wrapped(bootstrap._open_channel, after=True)
         case _:
-            Session._connect_first = connect_while  # type: ignore[method-assign]
+            connecting._connect_first = connect_while
 
 
 def be_slow() -> None:
