@@ -74,12 +74,13 @@ def test_two_ranks_train_the_same_weights_as_one(tmp_path: Path) -> None:
     weights = {}
     for ranks in (1, 2):
         saved = tmp_path / f"{ranks}.pt"
-        done = launch(ranks, "--epochs", "2", "--lr", "0.01", "--save", str(saved))
+        done = launch(ranks, "--epochs", "2", "--lr", "0.003", "--save", str(saved))
         assert done.returncode == 0, done.stderr
         weights[ranks] = torch.load(saved, weights_only=True)
     # The gradients are the same sums, added in another order: float32 rounds them differently by some 1e-7 of their
     # value, so weights (below 1 here) end up a few units in the last place apart, 6e-8 each. The small learning rate
-    # keeps training from amplifying that. A gradient that is missing, doubled or of other samples makes 1e-3 and more.
+    # keeps training from amplifying that (on some CPUs, 0.01 does not). A gradient that is missing, doubled or of other
+    # samples makes 1e-4 and more.
     torch.testing.assert_close(weights[2], weights[1], rtol=0, atol=1e-5)
 
 

@@ -194,7 +194,7 @@ class Endpoint:
             self._end(link, OSError(error, os.strerror(error)))
             return None
         link.put(_HELLO.pack(contact.token, self._rank))
-        self._watch(link)
+        self.flush(link)  # a connection within the host is there already
         return link
 
     def _watch(self, link: MessageLink) -> None:

@@ -1,7 +1,8 @@
 """The exchange of frames: each rank sends its frame to all ranks, in the order of its collectives.
 
 Frames use the sockets of messages, where a waiting task reads by itself; gloo would need two more threads. An
-exchange is over when the frames of all ranks have arrived. Exchanges end in order, one at a time.
+exchange is over when the frames of all ranks have arrived, and the sockets have taken this rank's own: a process may
+end right behind a collective. Exchanges end in order, one at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TypeAlias, final
 
 from asynccomm.backends.gloo.endpoint import Endpoint
 from asynccomm.backends.gloo.frames import Frame
+from asynccomm.backends.gloo.links import MessageLink
 from asynccomm.backends.gloo.messages import Header, Kind
 from asynccomm.errors import BackendError
 
@@ -31,6 +33,7 @@ class FrameExchange:
         self._waiting: deque[tuple[Frame, Done]] = deque()  # exchanges in progress, the oldest first
         self._arrived: dict[int, deque[bytes]] = {peer: deque() for peer in self._others}
         self._gone: dict[int, str] = {}
+        self._unsent: set[int] = set()  # ranks whose sockets have not taken all frames yet
         self._over: deque[Callable[[], object]] = deque()
         self._running = threading.Lock()  # held by the thread that reports the exchanges that are over
         self._reporter = 0  # that thread
@@ -50,6 +53,9 @@ class FrameExchange:
                     if link is not None:
                         data = frame.packed(peer)
                         endpoint.send(link, Header(Kind.FRAME, first=len(data)).pack() + data)
+                        if link.pending and peer not in self._gone:
+                            self._unsent.add(peer)
+                            link.put(done=partial(self._sent, link))
             self._advance()
 
     def settle(self) -> None:
@@ -74,8 +80,15 @@ class FrameExchange:
         self._arrived[peer].append(data)
         self._advance()
 
+    def _sent(self, link: MessageLink) -> None:
+        """Handle that a socket has taken a frame. Under the lock."""
+        if not link.pending:
+            self._unsent.discard(link.peer)
+            self._advance()
+
     def gone(self, peer: int, reason: str) -> None:
         """Handle the end of the connection with ``peer``. Under the lock."""
+        self._unsent.discard(peer)
         self._gone[peer] = reason
         self._advance()
 
@@ -87,6 +100,8 @@ class FrameExchange:
                 lost = next((peer for peer in missing if peer in self._gone), None)
                 if lost is None:
                     return
+            elif self._unsent:
+                return
             frame, done = self._waiting.popleft()
             error: Exception | None = None
             if missing:

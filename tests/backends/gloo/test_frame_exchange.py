@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from asynccomm import BackendError, Comm, new_comm
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.frames import Frame, heading_of
+from asynccomm.backends.gloo.links import MessageLink
 from asynccomm.ops import AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
@@ -147,3 +149,46 @@ def test_reports_of_another_thread_are_waited_for() -> None:
     for thread in (reporter, waiter):
         thread.join(20)
     assert order == ["reported", "waited"]
+
+
+def test_an_exchange_is_not_over_before_the_sockets_have_taken_its_frames() -> None:
+    """The process may end right behind a collective, and the data that it still holds with it."""
+    exchange = FrameExchange(0, SIZE)
+    links: dict[int, Any] = {}
+    for peer in (1, 2):
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        links[peer] = MessageLink(here, peer, outbound=True, arrived=lambda link, header: None)
+        links[peer].there = there
+    full = links[1]
+    full.put(bytes(8))  # as a connection that is not there yet
+
+    class Sockets:
+        lock = threading.Lock()
+        link_to = staticmethod(links.__getitem__)
+
+        def send(self, link: MessageLink, data: bytes) -> None:
+            link.send(data)
+
+    sockets: Any = Sockets()
+    exchange.open(sockets)
+    over: list[Exception | None] = []
+    for place in range(2):
+        exchange.begin(frame_of(0, place), over.append)
+        for peer in (1, 2):
+            exchange.arrived(peer, frame_of(peer, place).packed(0))
+    exchange.settle()
+    assert not over
+    full.write()
+    exchange.settle()
+    assert over == [None, None]
+    full.put(bytes(8))
+    exchange.begin(frame_of(0, 2), over.append)
+    for peer in (1, 2):
+        exchange.arrived(peer, frame_of(peer, 2).packed(0))
+    exchange.gone(1, "it is away")  # nothing to send there any more
+    exchange.settle()
+    assert over == [None, None, None]
+    for link in links.values():
+        link.sock.close()
+        link.there.close()
