@@ -33,7 +33,7 @@ class FrameExchange:
         self._waiting: deque[tuple[Frame, Done]] = deque()  # exchanges in progress, the oldest first
         self._arrived: dict[int, deque[bytes]] = {peer: deque() for peer in self._others}
         self._gone: dict[int, str] = {}
-        self._unsent: set[int] = set()  # ranks whose sockets have not taken all frames yet
+        self._unsent: set[int] = set()  # ranks with frames that their sockets have not taken yet
         self._over: deque[Callable[[], object]] = deque()
         self._running = threading.Lock()  # held by the thread that reports the exchanges that are over
         self._reporter = 0  # that thread
