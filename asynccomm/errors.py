@@ -212,8 +212,9 @@ class PeerLostError(BrokenError):
         self.rank, self.detail, self.comm, self.host, self.pid = rank, detail, comm, host, pid
 
     def __str__(self) -> str:
-        process = f" (comm {self.comm!r}, process {self.pid} on {self.host})" if self.comm else ""
-        return f"rank {self.rank} was lost: {self.detail}{process}"
+        process = f", process {self.pid} on {self.host}" if self.pid else ""
+        place = f" (comm {self.comm!r}{process})" if self.comm else ""
+        return f"rank {self.rank} was lost: {self.detail}{place}"
 
 
 class CollectiveTimeoutError(BrokenError, TimeoutError):

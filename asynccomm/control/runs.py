@@ -16,7 +16,7 @@ from msgspec import Meta
 from asynccomm.control.transport.schema import Message
 
 MAX_RANK: Final = 2**31 - 1
-MAX_LISTED: Final = 2**20  # participants in a list, after its runs are expanded
+MAX_LISTED: Final = 2**16  # participants in a list, after its runs are expanded
 MAX_NAME: Final = 256  # characters of a newcomer's name
 SHORTEST: Final = 3  # ranks in a run
 REMEMBERED: Final = 16  # lists; the ranks of a job send the same few again and again
@@ -34,8 +34,8 @@ class Run(Message, frozen=True, array_like=True):
     step: Annotated[int, Meta(ge=-MAX_RANK, le=MAX_RANK)]
 
     def __post_init__(self) -> None:
-        if not self.step or self.first + (self.count - 1) * self.step < 0:
-            raise ValueError(f"a run is of different ranks, got {self}")
+        if not self.step or not 0 <= self.first + (self.count - 1) * self.step <= MAX_RANK:
+            raise ValueError(f"a run is of different ranks up to {MAX_RANK}, got {self}")
 
     @property
     def ranks(self) -> range:

@@ -71,6 +71,7 @@ def test_equal_lists_are_one_object() -> None:
         [0, 5.0, 1],
         [0, 3, 0],
         [1, 3, -1],
+        [MAX_RANK - 1, 3, 1],
         ["new", 3, 1],
         {"first": 0, "count": 3, "step": 1},
     ],

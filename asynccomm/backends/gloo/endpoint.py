@@ -268,7 +268,7 @@ class Endpoint:
             self._bulk.remove(link)
             self._listen()
         if self._links.pop(link.fd, None) is not None:
-            link.sock.close()  # which removes it from the epoll
+            link.close()  # which removes it from the epoll
 
     def _end(self, link: MessageLink, exc: Exception) -> None:
         """Handle the end of a connection."""

@@ -57,7 +57,7 @@ class MessageLink:
         self, sock: socket.socket, peer: int, *, outbound: bool, arrived: Callable[[MessageLink, Header], object]
     ) -> None:
         self.sock = sock
-        self.fd: int = sock.fileno()
+        self.fd: int = sock.fileno()  #: -1 after ``close``: another link may have the number by then
         self.peer = peer
         self.outbound = outbound
         self.watched = 0  #: the events for which the link is registered
@@ -68,6 +68,11 @@ class MessageLink:
         self._then: Callable[[], object] | None = None
         self._out: deque[Buffer | Callable[[], object]] = deque()
         self._hello: tuple[int, Callable[[MessageLink, bytes], object]] | None = None
+
+    def close(self) -> None:
+        """Close the connection, with all that is queued."""
+        self.sock.close()
+        self.fd = -1
 
     def expect_hello(self, length: int, check: Callable[[MessageLink, bytes], object]) -> None:
         """Call ``check`` with the first ``length`` bytes, which come before all frames."""

@@ -72,12 +72,10 @@ int core_ask_tensor(PyObject *tensor, Tensors *tensors)
     PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
     if (!dtype) return -1;
     Py_DECREF(dtype);
-    int64_t offset = number_of(tensor, name_storage_offset), bytes = 0;
-    if (offset > 0) { /* else a freed storage shows itself by its address */
-        PyObject *storage = PyObject_CallMethodObjArgs(tensor, name_untyped_storage, NULL);
-        bytes = storage ? number_of(storage, name_nbytes) : -1;
-        Py_XDECREF(storage);
-    }
+    int64_t offset = number_of(tensor, name_storage_offset);
+    PyObject *storage = PyErr_Occurred() ? NULL : PyObject_CallMethodObjArgs(tensor, name_untyped_storage, NULL);
+    int64_t bytes = storage ? number_of(storage, name_nbytes) : -1; /* it may have been resized, or freed */
+    Py_XDECREF(storage);
     if (PyErr_Occurred()) {
         PyErr_Clear();
         return 0;
@@ -122,7 +120,7 @@ int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tens
     }
     int number = tensors->count;
     int64_t nbytes = numel * item, offset = tensors->offset[number] * item;
-    if (!nbytes || !found.data || (offset && offset + nbytes > tensors->storage[number])) return 0;
+    if (!nbytes || !found.data || offset + nbytes > tensors->storage[number]) return 0;
     char *data = (char *)found.data + found.byte_offset;
     int same = 0; /* the number of a tensor before in the same memory, from 1 on */
     for (int k = 0; k < number; k++) {

@@ -15,17 +15,16 @@ from typing import Annotated, Any, Final, TypeAlias, final
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from asynccomm.control.runs import MAX_NAME, MAX_RANK, ParticipantId, Runs, compact, expand
+from asynccomm.control.runs import MAX_LISTED, MAX_NAME, MAX_RANK, ParticipantId, Runs, compact, expand
 from asynccomm.control.transport.schema import Message, MessageError, TaggedMessage, decode, shown
 
-MAX_PEOPLE: Final = 2**16  # participants in a proposal
 MAX_TEXT: Final = 2000  # characters of a reason; longer reasons are cut
 MAX_PLACE: Final = 2**16  # characters of a place as JSON
 MAX_ATTEMPT: Final = 2**31  # in a report; up to twice as high in a coordinator's orders
 SHOWN: Final = 16  # participants listed in a text
 
-Participants: TypeAlias = Annotated[tuple[ParticipantId, ...], Meta(min_length=1, max_length=MAX_PEOPLE)]
-ParticipantRuns: TypeAlias = Annotated[Runs, Meta(min_length=1, max_length=MAX_PEOPLE)]
+Participants: TypeAlias = Annotated[tuple[ParticipantId, ...], Meta(min_length=1, max_length=MAX_LISTED)]
+ParticipantRuns: TypeAlias = Annotated[Runs, Meta(min_length=1, max_length=MAX_LISTED)]
 Key: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 NextAttempt: TypeAlias = Annotated[int, Meta(ge=0, le=2 * MAX_ATTEMPT)]
@@ -45,7 +44,7 @@ class View(Message, frozen=True, rename={"listed": "members"}):
 
     def __post_init__(self) -> None:
         plain(self.place)
-        force_setattr(self, "listed", _limited(self.listed))
+        force_setattr(self, "listed", compact(self.listed))
 
     @property
     def members(self) -> tuple[ParticipantId, ...]:
@@ -88,7 +87,7 @@ class StatusReport(Message, frozen=True):
     def __post_init__(self) -> None:
         _cut_reason(self)
         if self.proposal is not None:
-            force_setattr(self, "proposal", _limited(self.proposal))
+            force_setattr(self, "proposal", compact(self.proposal))
         holds = self.state in _HOLDING
         if holds != (self.decision is not None):
             raise ValueError(f"state {self.state} goes {'with a' if holds else 'without'} decision")
@@ -155,13 +154,6 @@ def _cut_reason(message: StatusReport | _Order) -> None:
     why = getattr(message, "why", "")
     if len(why) > MAX_TEXT:
         force_setattr(message, "why", why[:MAX_TEXT])
-
-
-def _limited(people: ParticipantRuns) -> ParticipantRuns:
-    """The compact form. Raises: ValueError: there are too many participants."""
-    if len(expand(people)) > MAX_PEOPLE:
-        raise ValueError(f"a proposal has at most {MAX_PEOPLE} participants, got {len(expand(people))}")
-    return compact(people)
 
 
 def describe_participant(who: ParticipantId) -> str:

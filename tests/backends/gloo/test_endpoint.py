@@ -148,6 +148,35 @@ def test_a_rank_that_does_not_listen_is_gone(ranks: list[Rank]) -> None:
     lonely.endpoint.join(5)
 
 
+def test_a_link_that_has_ended_leaves_its_descriptor_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, _ = ranks = [Rank(rank, 3) for rank in range(3)]
+    contacts = [rank.endpoint.contact for rank in ranks]
+    other.start(contacts)
+    one.endpoint.start(contacts, one._arrived, lambda peer, _: one.gone.append(peer), lambda: None)
+    write = MessageLink.write
+
+    def failing(link: MessageLink) -> None:
+        if link.outbound and link.peer == 2:
+            raise ConnectionResetError(104, "Connection reset by peer")
+        write(link)
+
+    monkeypatch.setattr(MessageLink, "write", failing)
+    with one.endpoint.lock:
+        other.send(0, 1)  # waits to be accepted
+        ended = one.endpoint.link_to(2)
+        assert ended is not None
+        ended.put(b"queued")
+        assert one.gone == [2]
+        for use in (one.endpoint.flush, lambda link: one.endpoint.send(link, b"more")):
+            use(ended)
+    other.send(0, 2)
+    soon(lambda: one.headers == [(1, 1), (1, 2)])
+    assert one.gone == [2]
+    for rank in ranks:
+        rank.endpoint.close()
+        rank.endpoint.join(5)
+
+
 def test_closing_frees_all_descriptors_and_the_thread() -> None:
     before = set(os.listdir("/proc/self/fd"))
     rank = Rank(0)

@@ -613,16 +613,19 @@ async def test_a_list_that_another_thread_changes() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_views_of_a_freed_storage_are_left_to_the_ordinary_path() -> None:
+@pytest.mark.parametrize("left", [0, 16])
+@pytest.mark.parametrize("first", [0, 10])
+async def test_views_of_a_storage_that_was_resized_are_left_to_the_ordinary_path(first: int, left: int) -> None:
     async with counted() as (comm, paths):
         for _ in range(3):
             await comm.all_reduce(torch.ones(10, 2))
         whole = torch.ones(100)
-        view = whole[10:30].view(10, 2)
+        view = whole[first : first + 20].view(10, 2)
         await comm.all_reduce(view)
         assert paths.took() == "fast"
-        whole.untyped_storage().resize_(0)
-        with pytest.raises(ValueError, match=r"tensor needs 120 bytes of memory .* its storage was resized to 0"):
+        whole.untyped_storage().resize_(left)
+        needed = 4 * (first + 20)
+        with pytest.raises(ValueError, match=rf"tensor needs {needed} bytes of memory .* was resized to {left}"):
             await comm.all_reduce(view)
         assert paths.took() == "ordinary"
 

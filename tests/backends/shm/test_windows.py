@@ -225,9 +225,12 @@ async def test_what_c_does_not_take_is_taken_or_refused_by_python() -> None:
             assert getattr(fast, name)(*arguments) is None, (name, arguments)
         with pytest.raises(TypeError, match="1 arguments in place of 3"):
             fast.put(one)
-        shrunk = torch.ones(8)[4:]
-        shrunk.untyped_storage().resize_(4)
-        assert fast.put(shrunk, peer, 0) is None
+        for shrunk in (torch.ones(8)[4:], torch.ones(8)):  # the latter from the first element of its memory
+            shrunk.untyped_storage().resize_(4)
+            assert fast.put(shrunk, peer, 0) is None
+            assert fast.get(shrunk, peer, 0) is None
+            with pytest.raises(ValueError, match="its storage was resized to 4"):
+                window.get(shrunk, peer)
         with pytest.raises(ValueError, match="offset must leave room"):
             window.put(one, peer, 16)
         assert not window.wait_signal(0, 1).done()

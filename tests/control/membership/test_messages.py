@@ -10,7 +10,6 @@ from msgspec import to_builtins
 
 from asynccomm.control.membership.messages import (
     MAX_ATTEMPT,
-    MAX_PEOPLE,
     MAX_PLACE,
     MAX_TEXT,
     Commit,
@@ -28,7 +27,7 @@ from asynccomm.control.membership.messages import (
     describe_participant,
     plain,
 )
-from asynccomm.control.runs import MAX_NAME
+from asynccomm.control.runs import MAX_LISTED, MAX_NAME
 from asynccomm.control.transport.schema import MessageError, decode, dumps, loads
 from tests.cases import cases
 
@@ -86,7 +85,7 @@ HOLDS = to_builtins(StatusReport(ParticipantState.PREPARED, 0, decision=K))
         ({"proposal": [True]}, "proposal"),
         ({"proposal": [""]}, "proposal"),
         ({"proposal": ["x" * (MAX_NAME + 1)]}, "proposal"),
-        ({"proposal": ["x"] * (MAX_PEOPLE + 1)}, "proposal"),
+        ({"proposal": ["x"] * (MAX_LISTED + 1)}, "proposal"),
         ({"why": "x" * (MAX_TEXT + 1)}, "why"),
         ({"decision": HOLDS["decision"]}, "without decision"),
         ({"state": "prepared"}, "with a decision"),
