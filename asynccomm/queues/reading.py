@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Any, Final, final
 
@@ -20,7 +21,10 @@ from asynccomm.queues.waiters import Waiters
 AHEAD: Final = 64  # items that are read at once
 AHEAD_BYTES: Final = 1 << 20
 POLL_SECONDS: Final = 50e-6  # to look for the next item before sleeping, about the time of a wake-up
+PAUSE_SECONDS: Final = 1e-6  # to which the kernel adds its slack, of about 50 us
 VAIN: Final = 16  # sleeps without a look after a look that was in vain
+FLOOD: Final = 100_000  # items per second from which a reader lets several items come before it reads
+COUNTED: Final = 64  # items between two measurements of this rate
 BUDGET: Final = 4 << 20  # bytes that are copied before other tasks run
 
 Found = Any  # bytes of an item of bytes; the source and the data of another item; the error of an item
@@ -43,6 +47,8 @@ class Source:
         self._ring, self._told = ring, self._reader.tail
         self._item: IncomingItem | None = None
         self._patience = 1
+        self._flooded = False
+        self._counted, self._counted_at = welcome.number, time.perf_counter()
         self._broken = 0  # items that were dropped in their middle
 
     @property
@@ -103,11 +109,21 @@ class Source:
                 self.bell.ring()
 
     def poll(self) -> bool:
-        """Look for a frame of a fast writer before the end sleeps; not after polls that were in vain."""
+        """Look for a frame of a fast writer before the end sleeps; not after polls that were in vain.
+
+        In a flood of items the look is a pause: the writer has the core, and the items that come are read at once.
+        """
         if self._patience <= 0:
             self._patience += 1
             return False
-        found = bool(self._reader.poll(POLL_SECONDS))
+        count = self._reader.expected - self._counted
+        if count >= COUNTED:
+            now = time.perf_counter()
+            self._flooded = count > FLOOD * (now - self._counted_at)
+            self._counted, self._counted_at = self._reader.expected, now
+        if self._flooded:
+            time.sleep(PAUSE_SECONDS)
+        found = bool(self._reader.poll(0.0 if self._flooded else POLL_SECONDS))
         self._patience = 1 if found else self._patience - 1
         if self._patience == 0:
             self._patience = -VAIN

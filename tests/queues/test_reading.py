@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
 from asynccomm import BackendError, ClosedError, EndOfQueueError, PayloadError
+from asynccomm.queues import reading
 from asynccomm.queues.layout import BYTES, DATA, ENDED, STATE, header
 from asynccomm.queues.options import QueueOptions, QueueWelcome
-from asynccomm.queues.reading import POLL_SECONDS, VAIN, ReadingEnd, Source
-from asynccomm.queues.ring import FULL
+from asynccomm.queues.reading import COUNTED, FLOOD, POLL_SECONDS, VAIN, ReadingEnd, Source
+from asynccomm.queues.ring import FULL, PUBLISHED
 from tests.queues.rings import ENDS, ends
 
 RING = 4096
@@ -63,6 +67,52 @@ async def test_looks_before_a_sleep_end_when_they_are_in_vain() -> None:
     assert [source.poll() for _ in range(VAIN + 1)] == [False] * VAIN + [False]
     assert source.poll()
     assert POLL_SECONDS < 1e-3
+
+
+@dataclass
+class Clock:
+    """``time`` of a test, whose pauses let items come."""
+
+    now: float = 100.0
+    paused: Callable[[], object] = print
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.paused()
+
+
+@pytest.mark.parametrize(("per_second", "pauses"), [(2 * FLOOD, True), (FLOOD // 2, False)])
+async def test_a_reader_lets_the_items_of_a_flood_come(
+    monkeypatch: pytest.MonkeyPatch, per_second: int, pauses: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(reading, "time", clock)
+    segment, writer, _ = ends(ENDS[-1], 1 << 16)
+    source = Source(segment, QueueWelcome("token", ring=1 << 16), "rank 0", BackendError("lost"))
+    end = ReadingEnd(QueueOptions(), None)
+    end.add(source)
+    number = itertools.count()
+
+    def put(count: int) -> None:
+        for _ in range(count):
+            assert writer.put_bytes(b"item", next(number)) == PUBLISHED
+        clock.now += count / per_second
+
+    put(COUNTED)
+    end.many(COUNTED)
+    clock.paused = lambda: put(10)
+    assert source.poll() is pauses
+    if not pauses:
+        put(1)
+    assert end.many(100) == [b"item"] * (10 if pauses else 1)
+    clock.now += 1.0  # the writer rests
+    clock.paused = lambda: put(COUNTED)
+    source.poll()
+    end.many(COUNTED)
+    clock.paused = lambda: pytest.fail("the flood is over")
+    source.poll()
 
 
 async def test_what_is_read_ahead_is_ready_and_checked_as_any_item() -> None:

@@ -1,4 +1,4 @@
-"""A GPU and an NCCL that are none: streams are threads, device memory is the host's, and the ranks share a process.
+"""A GPU and an NCCL that are none: one thread runs the streams, device memory is the host's, the ranks share a process.
 
 It is strict where the real ones are undefined: calls of ranks that do not belong together, a message that does not fit,
 calls outside of a group and groups left open are errors. Like NCCL, the first group of its kind waits in ``group_end``
@@ -16,6 +16,7 @@ import ctypes
 import itertools
 import queue
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -49,9 +50,59 @@ DTYPES = [
 REDUCTIONS = [RedOpType.SUM, RedOpType.PRODUCT, RedOpType.MAX, RedOpType.MIN, RedOpType.AVG]
 
 
+class Device:
+    """The thread that runs the steps of all streams: those of one stream in order, those of several side by side."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._ready: deque[SimulatedStream] = deque()
+        self._blocked: list[SimulatedStream] = []
+        self._changes = 0
+        self._started = False
+
+    def run(self, stream: SimulatedStream) -> None:
+        with self._news:
+            self._ready.append(stream)
+            self._news.notify()
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._main, name="simulated device", daemon=True).start()
+
+    def change(self) -> None:
+        """Something has changed that a blocked stream may wait for. From any thread."""
+        with self._news:
+            self._changes += 1
+            if self._blocked:
+                self._ready.extend(self._blocked)
+                self._blocked.clear()
+                self._news.notify()
+
+    def _main(self) -> None:
+        while True:
+            with self._news:
+                if not self._ready and not self._news.wait(1.0 if self._blocked else None):
+                    self._ready.extend(self._blocked)  # to look at the clock
+                    self._blocked.clear()
+                if not self._ready:
+                    continue
+                stream, changes = self._ready.popleft(), self._changes
+            if not stream.advance():
+                with self._news:
+                    (self._blocked if changes == self._changes else self._ready).append(stream)
+
+
+device = Device()
+
+
+class Passed(threading.Event):
+    def set(self) -> None:
+        super().set()
+        device.change()
+
+
 class SimulatedEvent:
     def __init__(self) -> None:
-        self.passed = threading.Event()
+        self.passed = Passed()
         self.released = False
 
 
@@ -77,7 +128,7 @@ class Threads:
 
 
 class SimulatedStream:
-    """Runs what is queued on one thread, which it gives back when there is nothing left."""
+    """Runs what is queued, in order, on the thread of ``device``."""
 
     threads = Threads()
 
@@ -88,39 +139,57 @@ class SimulatedStream:
         self.handle = next(self.handles)
         self.by_handle[self.handle] = self
         self._lock = threading.Lock()
-        self._queue: deque[Callable[[], object]] = deque()
+        self._queue: deque[Callable[[], bool]] = deque()
         self._busy = False
         self.ended = False
 
-    def put(self, step: Callable[[], object]) -> None:
+    def attempt(self, step: Callable[[], bool]) -> None:
+        """Queue a step that returns at once; False: it is to be called again when something has changed."""
         with self._lock:
             self._queue.append(step)
             if self._busy:
                 return
             self._busy = True
-        self.threads.run(self._main)
+        device.run(self)
 
-    def _main(self) -> None:
+    def advance(self) -> bool:
+        """Run the steps up to one that has to wait; returns whether there is none. On the thread of ``device``."""
         while True:
             with self._lock:
                 if not self._queue:
                     self._busy = False
-                    return
-                step = self._queue.popleft()
-            step()
+                    return True
+                step = self._queue[0]
+            if not step():
+                return False
+            self._queue.popleft()
+
+    def put(self, step: Callable[[], object]) -> None:
+        """Queue a step that may block: it has a thread of its own."""
+        started, done = False, Passed()
+
+        def attempt() -> bool:
+            nonlocal started
+            if not started:
+                started = True
+                self.threads.run(lambda: (step(), done.set()))
+            return done.is_set()
+
+        self.attempt(attempt)
 
     def record(self, *, captured: bool = False) -> SimulatedEvent:
         event = SimulatedEvent()
-        self.put(event.passed.set)
+        self.run(event.passed.set)
         return event
 
     def wait(self, event: SimulatedEvent) -> None:
         assert not event.released
         assert not self.ended
-        self.put(lambda: event.passed.wait(LIMIT))
+        self.attempt(event.passed.is_set)
 
     def run(self, step: Callable[[], object]) -> None:
-        self.put(step)
+        """Queue a step that does not block."""
+        self.attempt(lambda: (step(), True)[1])
 
 
 class UserStream:
@@ -335,6 +404,7 @@ class SimulatedNccl:
                 comm.aborted = True
                 comm.group.left.add(comm.rank)
                 comm.group.lock.notify_all()
+            device.change()
             self._end(comm)
 
     def _end(self, comm: SimulatedComm) -> None:
@@ -409,17 +479,16 @@ class SimulatedNccl:
             data = ctypes.string_at(buf, nbytes)  # the origin may change its memory when the stream has passed this
             self._signal(comm, peer, lambda: ctypes.memmove(address + offset, data, nbytes))
 
-        SimulatedStream.by_handle[stream].put(run)
+        SimulatedStream.by_handle[stream].run(run)
 
     def signal(self, peer: int, comm: SimulatedComm, stream: int) -> None:
         self._one_sided("signal", comm)
-        SimulatedStream.by_handle[stream].put(lambda: self._signal(comm, peer, lambda: None))
+        SimulatedStream.by_handle[stream].run(lambda: self._signal(comm, peer, lambda: None))
 
     def _signal(self, comm: SimulatedComm, peer: int, write: Callable[[], object]) -> None:
-        group = comm.group
-        with group.lock:
-            group.puts[comm.rank, peer].append(write)
-            group.lock.notify_all()
+        with comm.group.lock:
+            comm.group.puts[comm.rank, peer].append(write)
+        device.change()
 
     def wait_signal(self, counts: Mapping[int, int], comm: SimulatedComm, stream: int) -> None:
         self._one_sided("wait_signal", comm)
@@ -427,20 +496,21 @@ class SimulatedNccl:
         wanted = {peer: count for peer, count in counts.items() if count}
         assert wanted == counts
 
-        def run() -> None:
+        limit = Limit()
+
+        def attempt() -> bool:
             puts = {peer: group.puts[peer, comm.rank] for peer in wanted}
             with group.lock:
-                come = group.lock.wait_for(
-                    lambda: comm.aborted or all(len(puts[peer]) >= count for peer, count in wanted.items()), LIMIT
-                )
-                if not come:
-                    comm.error = f"rank {comm.rank} waits for {wanted} signals"
-                elif not comm.aborted:
+                come = all(len(puts[peer]) >= count for peer, count in wanted.items())
+                if come and not comm.aborted:
                     for peer, count in wanted.items():
                         for _ in range(count):
                             puts[peer].popleft()()
+                if not come and limit.over():
+                    comm.error = f"rank {comm.rank} waits for {wanted} signals"
+                return come or comm.aborted or bool(comm.error)
 
-        SimulatedStream.by_handle[stream].put(run)
+        SimulatedStream.by_handle[stream].attempt(attempt)
 
     def _one_call(self, name: str, comm: SimulatedComm | None) -> None:
         """A call outside of all groups."""
@@ -477,7 +547,7 @@ class SimulatedNccl:
             numbered = [self._number(ready, comm) for ready, _, _ in calls]
             if self.connects:
                 self._meet(comm, numbered)
-            SimulatedStream.by_handle[stream].put(lambda: _run(comm, numbered))
+            SimulatedStream.by_handle[stream].attempt(Running(comm, numbered))
 
     def group_estimate(self) -> float:
         calls, self._open.calls = self._open.calls, None
@@ -582,26 +652,49 @@ class SimulatedNccl:
         self._call(Ready("recv", 0, buf, count, dtype, peer=peer), comm, stream)
 
 
-def _run(comm: SimulatedComm, calls: Sequence[tuple[Ready, Any]]) -> None:
-    """On a stream's thread: all calls of a group, side by side; returns when all are done."""
-    group = comm.group
-    with group.lock:
-        for ready, key in calls:
-            if isinstance(key, int):
-                arrived = group.collectives[key]
-                arrived[comm.rank] = _scaled(ready, group.size) if ready.factor else ready
-                if len(arrived) == group.size and not group.left:
-                    _perform(comm, [arrived[rank] for rank in range(group.size)])
-            else:
-                ends = group.messages[key]
-                ends[ready.name] = ready
-                if len(ends) == 2 and not group.left:
-                    _transfer(comm, ends["send"], ends["recv"])
-        group.lock.notify_all()
-        mine = [group.collectives[key][comm.rank] if isinstance(key, int) else ready for ready, key in calls]
-        over = group.lock.wait_for(lambda: comm.aborted or all(ready.done for ready in mine), LIMIT)
-        if not over:
-            comm.error = f"rank {comm.rank} hangs in {[ready.name for ready in mine]}"
+class Limit:
+    """The time that a step may wait, from its first attempt on."""
+
+    def __init__(self) -> None:
+        self._end = 0.0
+
+    def over(self) -> bool:
+        self._end = self._end or time.monotonic() + LIMIT
+        return time.monotonic() > self._end
+
+
+class Running:
+    """A step of a stream: all calls of a group, side by side, until all are done."""
+
+    def __init__(self, comm: SimulatedComm, calls: Sequence[tuple[Ready, Any]]) -> None:
+        self._comm, self._calls, self._limit = comm, calls, Limit()
+        self._mine: list[Ready] | None = None
+
+    def __call__(self) -> bool:
+        comm = self._comm
+        with comm.group.lock:
+            if self._mine is None:
+                self._mine = [self._arrive(ready, key) for ready, key in self._calls]
+                device.change()
+            over = comm.aborted or all(ready.done for ready in self._mine)
+            if not over and self._limit.over():
+                comm.error = f"rank {comm.rank} hangs in {[ready.name for ready in self._mine]}"
+                return True
+            return over
+
+    def _arrive(self, ready: Ready, key: Any) -> Ready:
+        comm, group = self._comm, self._comm.group
+        if isinstance(key, int):
+            arrived = group.collectives[key]
+            arrived[comm.rank] = ready = _scaled(ready, group.size) if ready.factor else ready
+            if len(arrived) == group.size and not group.left:
+                _perform(comm, [arrived[rank] for rank in range(group.size)])
+        else:
+            ends = group.messages[key]
+            ends[ready.name] = ready
+            if len(ends) == 2 and not group.left:
+                _transfer(comm, ends["send"], ends["recv"])
+        return ready
 
 
 _kept: list[Tensor] = []
