@@ -62,7 +62,7 @@ async def test_a_deregistration_waits_for_earlier_collectives(world: World) -> N
         await asyncio.gather(*(comm.all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)))
         await comms[0].register(tensors[0])
         gate = threading.Event()
-        backend_of(comms[0])._communicator.stream.run(lambda: gate.wait(LIMIT))
+        backend_of(comms[0])._communicator.stream.put(lambda: gate.wait(LIMIT))
         works = [comm.all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)]
         task = asyncio.ensure_future(comms[0].deregister(tensors[0]))
         await asyncio.sleep(0.05)

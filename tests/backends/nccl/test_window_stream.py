@@ -77,7 +77,7 @@ def test_a_wait_for_an_event_ends_with_the_window(runtime: DeviceRuntime) -> Non
     stream, _ = opened(runtime, [])
     user, gate = SimulatedStream(), threading.Event()
     assert stream.passed(user.record())
-    user.run(lambda: gate.wait(LIMIT))
+    user.put(lambda: gate.wait(LIMIT))
     results: list[bool] = []
     waiting = threading.Thread(target=lambda: results.append(stream.passed(user.record())))
     waiting.start()

@@ -166,7 +166,7 @@ async def test_a_put_follows_the_callers_stream_and_holds_up_no_wait(world: Worl
     async with world(2) as comms, opened(comms) as (one, two):
         device, user = backend_of(comms[0]).device, SimulatedStream()
         monkey, gate, tensor = device.user, threading.Event(), torch.zeros(2)
-        user.run(lambda: gate.wait(LIMIT))
+        user.put(lambda: gate.wait(LIMIT))
         user.run(lambda: tensor.fill_(3.0))
         device.user = user  # type: ignore[assignment]
         put, late = one.put(tensor, 1), one.signal(1)
@@ -315,7 +315,7 @@ async def test_an_exception_closes_a_window_with_a_put_that_waits(world: World) 
     async with world(2) as comms:
         windows = await asyncio.gather(*(comm.window(64) for comm in comms))
         device, gate, user = backend_of(comms[0]).device, threading.Event(), SimulatedStream()
-        user.run(lambda: gate.wait(LIMIT))
+        user.put(lambda: gate.wait(LIMIT))
         monkey, device.user = device.user, user  # type: ignore[assignment]
         with pytest.raises(KeyError):
             async with windows[0] as window:
