@@ -145,6 +145,15 @@ static PyType_Slot finished_slots[] = {
 static PyType_Spec finished_spec = {
     "_work.Finished", sizeof(Finished), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, finished_slots};
 
+static PyObject *new_finished(PyObject *value)
+{
+    Finished *finished = (Finished *)PyType_GenericAlloc(Finished_Type, 0);
+    if (!finished) return NULL;
+    finished->value = value;
+    Py_INCREF(value);
+    return (PyObject *)finished;
+}
+
 /* Whether an await returns the value at once: all other cases are for the method `_wait`. */
 static int returns_at_once(WorkState *work)
 {
@@ -161,11 +170,7 @@ static PyObject *WorkState_await(PyObject *self)
     int at_once = returns_at_once(work);
     if (at_once < 0) return NULL;
     if (!at_once) return PyObject_CallMethodObjArgs(self, name_wait, NULL);
-    Finished *finished = (Finished *)PyType_GenericAlloc(Finished_Type, 0);
-    if (!finished) return NULL;
-    finished->value = work->value ? work->value : Py_None;
-    Py_INCREF(finished->value);
-    return (PyObject *)finished;
+    return new_finished(work->value ? work->value : Py_None);
 }
 
 /* An error that was never retrieved is reported. */
@@ -275,8 +280,13 @@ static PyType_Spec state_spec = {
 
 /* ---- the module --------------------------------------------------------------------------------------------------- */
 
+static PyObject *finished(PyObject *Py_UNUSED(module), PyObject *value) { return new_finished(value); }
+
+static PyMethodDef functions[] = {
+    {"finished", finished, METH_O, "The iterator of an await that returns a value and does not suspend."}, {NULL, NULL, 0, NULL}};
+
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_work", "The state of a Work.", -1, NULL, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "_work", "The state of a Work.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__work(void)
 {

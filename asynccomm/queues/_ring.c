@@ -42,7 +42,9 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Ring ring;
-    uint64_t taken, head;
+    uint64_t taken;
+    unsigned long long head, number; /* bytes written; number of the next item */
+    int held; /* Python has the ring to itself, or items wait: put_short puts nothing */
     uint64_t made; /* bytes of the ring that have pages */
     int count, slots[SLOTS];
     int bells[SLOTS]; /* sockets by slot; -1: Python wakes the reader */
@@ -205,8 +207,8 @@ static int may_write(const Ring *r, uint64_t nbytes)
     return 0;
 }
 
-/* Write and publish a frame of `nbytes` bytes at `from`. */
-static PyObject *put_frame(Writer *w, const Frame *frame, const char *from)
+/* Write and publish a frame of `nbytes` bytes at `from`, and `items` items with it. */
+static PyObject *put_frame(Writer *w, const Frame *frame, const char *from, unsigned items)
 {
     Ring *r = &w->ring;
     uint64_t nbytes = frame->nbytes;
@@ -222,26 +224,42 @@ static PyObject *put_frame(Writer *w, const Frame *frame, const char *from)
     }
     memcpy(r->data + at, frame, sizeof *frame);
     copy(r->data + at + FRAME_HEADER, from, nbytes);
-    w->head = end;
+    w->head = end, w->number += items;
     atomic_store(r->words + HEAD, end);
     int result = wake_readers(w) ? WAKE : PUBLISHED;
     if (w->made < r->ring) make_pages(w, size);
     return PyLong_FromLong(result);
 }
 
-/* put_bytes(item, number): an item of bytes in one frame */
-static PyObject *Writer_put_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *put_item(Writer *w, PyObject *item)
+{
+    uint64_t nbytes = (uint64_t)PyBytes_Size(item);
+    Frame frame = {(uint32_t)nbytes, BYTES, 1, 0, nbytes, w->number};
+    return put_frame(w, &frame, PyBytes_AsString(item), 1);
+}
+
+/* put_bytes(item): an item of bytes in one frame */
+static PyObject *Writer_put_bytes(PyObject *self, PyObject *item)
+{
+    if (!PyBytes_Check(item)) return PyErr_Format(PyExc_TypeError, "item must be bytes");
+    if (!may_write(&((Writer *)self)->ring, (uint64_t)PyBytes_Size(item))) return NULL;
+    return put_item((Writer *)self, item);
+}
+
+/* put_short(item): as put_bytes, without the lock of the end, as the GIL is kept; whether it was done */
+static PyObject *Writer_put_short(PyObject *self, PyObject *item)
 {
     Writer *w = (Writer *)self;
-    char *from;
-    Py_ssize_t nbytes;
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "%zd arguments in place of 2", n);
-    if (PyBytes_AsStringAndSize(args[0], &from, &nbytes)) return NULL;
-    unsigned long long number = PyLong_AsUnsignedLongLong(args[1]);
-    if (PyErr_Occurred()) return NULL;
-    if (!may_write(&w->ring, (uint64_t)nbytes)) return NULL;
-    Frame frame = {(uint32_t)nbytes, BYTES, 1, 0, (uint64_t)nbytes, number};
-    return put_frame(w, &frame, from);
+    if (w->held || !PyBytes_CheckExact(item) || PyBytes_Size(item) >= WITHOUT_GIL) Py_RETURN_FALSE;
+    if ((uint64_t)PyBytes_Size(item) + FRAME_HEADER > w->ring.ring / 4) Py_RETURN_FALSE;
+    for (int k = 0; k < w->count; k++) {
+        if (w->bells[w->slots[k]] < 0) Py_RETURN_FALSE; /* Python wakes this reader */
+    }
+    PyObject *result = put_item(w, item);
+    if (!result) return NULL;
+    int done = PyLong_AsLong(result) != FULL;
+    Py_DECREF(result);
+    return PyBool_FromLong(done);
 }
 
 static PyObject *Writer_put(PyObject *self, PyObject *args)
@@ -262,17 +280,20 @@ static PyObject *Writer_put(PyObject *self, PyObject *args)
     }
     if (!may_write(&w->ring, nbytes)) return NULL;
     Frame frame = {(uint32_t)nbytes, kind, first, head, total, number};
-    return put_frame(w, &frame, from);
+    return put_frame(w, &frame, from, 0);
 }
 
 static PyMethodDef writer_methods[] = {
     {"put", Writer_put, METH_VARARGS, "Write and publish a frame."},
-    {"put_bytes", (PyCFunction)(void (*)(void))Writer_put_bytes, METH_FASTCALL, "Write and publish an item of bytes."},
+    {"put_bytes", Writer_put_bytes, METH_O, "Write and publish an item of bytes."},
+    {"put_short", Writer_put_short, METH_O, "Write and publish a short item of bytes, if nothing waits."},
     {"set_bell", Writer_set_bell, METH_VARARGS, "Wake the reader of a slot by a socket."},
     {"set_slots", Writer_set_slots, METH_O, "Wait for these readers, and wake them."},
     {NULL, NULL, 0, NULL},
 };
-static PyMemberDef writer_members[] = {{"head", T_ULONGLONG, offsetof(Writer, head), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyMemberDef writer_members[] = {{"head", T_ULONGLONG, offsetof(Writer, head), READONLY, NULL},
+    {"number", T_ULONGLONG, offsetof(Writer, number), 0, NULL}, {"held", T_INT, offsetof(Writer, held), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
 static PyType_Slot writer_slots[] = {{Py_tp_new, (void *)Writer_new}, {Py_tp_dealloc, (void *)dealloc},
     {Py_tp_methods, (void *)writer_methods}, {Py_tp_members, (void *)writer_members}, {0, NULL}};
 static PyType_Spec writer_spec = {"_ring.Writer", sizeof(Writer), 0, Py_TPFLAGS_DEFAULT, writer_slots};
@@ -441,6 +462,99 @@ static PyType_Slot reader_slots[] = {{Py_tp_new, (void *)Reader_new}, {Py_tp_dea
     {Py_tp_methods, (void *)reader_methods}, {Py_tp_members, (void *)reader_members}, {0, NULL}};
 static PyType_Spec reader_spec = {"_ring.Reader", sizeof(Reader), 0, Py_TPFLAGS_DEFAULT, reader_slots};
 
+/* ---- the next item ------------------------------------------------------------------------------------------------ */
+
+/* An await takes the next item of those that were read ahead. It needs no coroutine for an item of bytes that need no more
+ * checks; the coroutine function `wait` has the other cases. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *found, *should_yield, *finished, *wait, *end;
+    Py_ssize_t longest; /* bytes that need no more checks */
+} Next;
+
+static PyObject *name_popleft, *name_appendleft, *name_await;
+
+static PyObject *Next_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
+{
+    PyObject *found, *should_yield, *finished, *wait, *end;
+    Py_ssize_t longest;
+    if (!PyArg_ParseTuple(args, "OOOOOn", &found, &should_yield, &finished, &wait, &end, &longest)) return NULL;
+    Next *next = new_object(type);
+    if (!next) return NULL;
+    next->found = found, next->should_yield = should_yield, next->finished = finished, next->wait = wait, next->end = end;
+    next->longest = longest;
+    Py_INCREF(found), Py_INCREF(should_yield), Py_INCREF(finished), Py_INCREF(wait), Py_INCREF(end);
+    return (PyObject *)next;
+}
+
+static int Next_traverse(PyObject *self, visitproc visit, void *arg) /* the end has it, too */
+{
+    Next *next = (Next *)self;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(next->found);
+    Py_VISIT(next->should_yield);
+    Py_VISIT(next->wait);
+    Py_VISIT(next->end);
+    return 0;
+}
+
+static int Next_clear(PyObject *self)
+{
+    Next *next = (Next *)self;
+    Py_CLEAR(next->found);
+    Py_CLEAR(next->should_yield);
+    Py_CLEAR(next->finished);
+    Py_CLEAR(next->wait);
+    Py_CLEAR(next->end);
+    return 0;
+}
+
+static void Next_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Next_clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* The next item, if it was read ahead and needs no more checks; NULL, perhaps with an exception */
+static PyObject *plain_item(Next *next)
+{
+    Py_ssize_t count = PyObject_Size(next->found);
+    if (count <= 0) return NULL;
+    PyObject *item = PyObject_CallMethodObjArgs(next->found, name_popleft, NULL);
+    if (!item || (PyBytes_CheckExact(item) && PyBytes_Size(item) <= next->longest)) return item;
+    PyObject *none = PyObject_CallMethodObjArgs(next->found, name_appendleft, item, NULL);
+    Py_DECREF(item);
+    Py_XDECREF(none);
+    return NULL;
+}
+
+static PyObject *Next_await(PyObject *self)
+{
+    Next *next = (Next *)self;
+    if (!next->end) return PyErr_Format(PyExc_RuntimeError, "the queue was destroyed");
+    PyObject *yields = PyObject_CallFunctionObjArgs(next->should_yield, NULL), *iterator = NULL;
+    if (!yields) return NULL;
+    PyObject *item = yields == Py_False ? plain_item(next) : NULL;
+    if (item) {
+        iterator = PyObject_CallFunctionObjArgs(next->finished, item, NULL);
+        Py_DECREF(item);
+    } else if (!PyErr_Occurred()) {
+        PyObject *coroutine = PyObject_CallFunctionObjArgs(next->wait, next->end, yields, NULL);
+        if (coroutine) iterator = PyObject_CallMethodObjArgs(coroutine, name_await, NULL);
+        Py_XDECREF(coroutine);
+    }
+    Py_DECREF(yields);
+    return iterator;
+}
+
+static PyType_Slot next_slots[] = {
+    {Py_tp_new, (void *)Next_new}, {Py_tp_dealloc, (void *)Next_dealloc}, {Py_tp_traverse, (void *)Next_traverse},
+    {Py_tp_clear, (void *)Next_clear}, {Py_am_await, (void *)Next_await}, {0, NULL}};
+static PyType_Spec next_spec = {"_ring.Next", sizeof(Next), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, next_slots};
+
 static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromSpec(spec);
@@ -458,6 +572,10 @@ PyMODINIT_FUNC PyInit__ring(void)
     corrupt = PyObject_GetAttrString(errors, "BackendError");
     Py_DECREF(errors);
     if (corrupt) module = PyModule_Create(&definition);
-    if (module && (add_type(module, "Writer", &writer_spec) || add_type(module, "Reader", &reader_spec))) Py_CLEAR(module);
+    name_popleft = PyUnicode_InternFromString("popleft"), name_appendleft = PyUnicode_InternFromString("appendleft");
+    name_await = PyUnicode_InternFromString("__await__");
+    if (module && (!name_popleft || !name_appendleft || !name_await || add_type(module, "Writer", &writer_spec)
+        || add_type(module, "Reader", &reader_spec) || add_type(module, "Next", &next_spec)))
+        Py_CLEAR(module);
     return module;
 }

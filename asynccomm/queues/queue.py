@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -14,7 +14,6 @@ from asynccomm.core.handles import Handle
 from asynccomm.errors import AsyncCommError, PeerLostError
 from asynccomm.ops.validation import as_index
 from asynccomm.options import seconds
-from asynccomm.queues.errors import EndOfQueueError
 from asynccomm.queues.reading import ReadingEnd
 from asynccomm.queues.writing import WritingEnd
 
@@ -101,7 +100,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
             ClosedError, BrokenError.
         """
         end = self._writing("put")
-        if type(item) is not bytes or not end.put_bytes(item):
+        if not end.put_short(item) and not end.put_bytes(item):
             put = end.put(end.encode(item))
             if not put.done:
                 await end.waiters.wait(end.finished(put))
@@ -114,7 +113,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         Raises: ValueError if ``item`` is larger than the ring, and the errors of :meth:`put`.
         """
         end = self._writing("put_nowait")
-        if (type(item) is not bytes or not end.put_bytes(item)) and not end.put_now(item):
+        if not (end.put_short(item) or end.put_bytes(item) or end.put_now(item)):
             raise asyncio.QueueFull
 
     def put_sync(self, item: object, timeout: float | timedelta | None = None) -> None:
@@ -201,18 +200,9 @@ class MessageQueue(Handle, AsyncIterator[Any]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
+    def __anext__(self) -> Awaitable[Any]:
         """The next item, until the writers have closed the queue. Cancelling and other errors as in :meth:`get`."""
-        end = self._reading("get")  # as get(); a coroutine more would take as long as a short item
-        if end.waiters.streak.should_yield():
-            await asyncio.sleep(0)
-        try:
-            found = end.ready() or end.next()
-            if found is None:
-                found = await end.waiters.wait(end.next)
-        except EndOfQueueError:
-            raise StopAsyncIteration from None
-        return found[0]
+        return self._reading("async for").item
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

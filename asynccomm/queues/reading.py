@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
+from collections.abc import Awaitable, Generator
 from typing import Any, Final, final
 
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.segment import Segment
+from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, PayloadError
 from asynccomm.queues.doorbell import Doorbell
 from asynccomm.queues.errors import EndOfQueueError, QueueError
@@ -26,6 +29,9 @@ VAIN: Final = 16  # sleeps without a look after a look that was in vain
 FLOOD: Final = 100_000  # items per second from which a reader lets several items come before it reads
 COUNTED: Final = 64  # items between two measurements of this rate
 BUDGET: Final = 4 << 20  # bytes that are copied before other tasks run
+
+_core: Final[Any] = load("asynccomm.queues._ring")
+_work: Final[Any] = load("asynccomm.core._work")
 
 Found = Any  # bytes of an item of bytes; the source and the data of another item; the error of an item
 
@@ -176,6 +182,11 @@ class ReadingEnd:
         self._found: deque[Found] = deque()
         self._error: AsyncCommError | None = None
         self._lock = threading.Lock()
+        #: each await takes the next item, or raises StopAsyncIteration; other errors as in ``next``
+        self.item: Awaitable[Any] = _NextItem(self)
+        if not isinstance(_core, CoreUnavailable) and not isinstance(_work, CoreUnavailable):
+            streak = self.waiters.streak
+            self.item = _core.Next(self._found, streak.should_yield, _work.finished, _next_item, self, self._plain)
 
     @property
     def dropped(self) -> int:
@@ -294,3 +305,27 @@ class ReadingEnd:
         self.fail(ClosedError("the queue was closed here"))
         for source in self.sources:
             source.close()
+
+
+async def _next_item(end: ReadingEnd, yields: bool) -> Any:
+    """The next item; the loop runs other tasks first if ``yields``."""
+    if yields:
+        await asyncio.sleep(0)
+    try:
+        found = end.ready() or end.next()
+        if found is None:
+            found = await end.waiters.wait(end.next)
+    except EndOfQueueError:
+        raise StopAsyncIteration from None
+    return found[0]
+
+
+@final
+class _NextItem:
+    """``ReadingEnd.item`` in Python; in C, an item of bytes that was read ahead needs no coroutine."""
+
+    def __init__(self, end: ReadingEnd) -> None:
+        self._end = end
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return _next_item(self._end, self._end.waiters.streak.should_yield()).__await__()

@@ -64,6 +64,8 @@ class PythonWriter:
         self._slots: tuple[int, ...] = ()
         self._taken = 0
         self.head = 0  #: bytes written
+        self.number = 0  #: of the next item of ``put_bytes``
+        self.held = False
 
     def set_slots(self, slots: tuple[int, ...]) -> None:
         """Wait for these readers, and wake them."""
@@ -89,9 +91,15 @@ class PythonWriter:
         self._fence.full()
         return WAKE if any(self._words[slot_word(slot) + SLEEPING] for slot in self._slots) else PUBLISHED
 
-    def put_bytes(self, item: bytes, number: int) -> int:
-        """As :meth:`put`, for an item of bytes in one frame."""
-        return self.put(BYTES, 1, 0, len(item), number, item, len(item))
+    def put_bytes(self, item: bytes) -> int:
+        """As :meth:`put`, for an item of bytes in one frame, which is counted in ``number``."""
+        result = self.put(BYTES, 1, 0, len(item), self.number, item, len(item))
+        self.number += result != FULL
+        return result
+
+    def put_short(self, item: object) -> bool:
+        """As :meth:`put_bytes`, without a lock; False: use another way, as always in Python."""
+        return False
 
     def set_bell(self, slot: int, fd: int) -> None:
         """Let C wake the reader of ``slot`` by a byte to this socket; -1: the caller does, as always in Python."""

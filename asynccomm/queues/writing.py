@@ -56,6 +56,31 @@ class Put:
 
 
 @final
+class WriterLock:
+    """The lock of a writing end, for a thread again and again. Nothing is put without it while it is held.
+
+    Args:
+        waits: whether nothing is to be put without it afterwards, either.
+    """
+
+    def __init__(self, writer: Any, waits: Callable[[], bool]) -> None:
+        self._writer, self._waits = writer, waits
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        self._writer.held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._writer.held = self._waits()
+        self._lock.release()
+
+
+@final
 class WritingEnd:
     """Puts items into the ring, in the order of the calls.
 
@@ -67,15 +92,21 @@ class WritingEnd:
         self.targets: dict[int, Target] = {}  #: by slot
         self.waiters: Waiters = Waiters(self._arm)
         self._arrivals = Waiters(lambda: self._error is None)  #: waits for readers
-        self.number = 0  #: of the next item
         self._segment, self._words, self._ring, self._drops = segment, segment.words, ring, drops
         self._options = options
         self._most = largest_payload(ring)
         self._writer: Any = RingWriter(segment.raw, segment.data.data_ptr(), ring, drops)
+        #: puts a short item of bytes, if the ring has room and no other item waits; False: use another way
+        self.put_short: Callable[[object], bool] = self._writer.put_short
         self._fence = Fence()
         self._pending: deque[Put] = deque()
         self._error: AsyncCommError | None = None
-        self._lock = threading.RLock()
+        self._lock = WriterLock(self._writer, lambda: bool(self._pending) or self._error is not None)
+
+    @property
+    def number(self) -> int:
+        """Of the next item."""
+        return int(self._writer.number)
 
     # -- readers ------------------------------------------------------------------------------------------------------
 
@@ -147,15 +178,14 @@ class WritingEnd:
             )
         return outgoing
 
-    def put_bytes(self, item: bytes) -> bool:
-        """Put a short item of bytes, if the ring has room and no other item waits; False: use the long way."""
-        if self._pending or len(item) > self._most or self._error is not None:
-            return False
+    def put_bytes(self, item: object) -> bool:
+        """As ``put_short``, for items of bytes of up to a frame, and readers that C cannot wake."""
         with self._lock:
-            result = self._writer.put_bytes(item, self.number)
+            if type(item) is not bytes or self._pending or len(item) > self._most or self._error is not None:
+                return False
+            result = self._writer.put_bytes(item)
             if result == FULL:
                 return False
-            self.number += 1
             if result == WAKE:
                 self._wake()
             return True
@@ -223,7 +253,7 @@ class WritingEnd:
         if sleeping:
             self._wake()
         if done:
-            self.number += 1
+            self._writer.number += 1
             self._pending.popleft()
             put.done = True
         return done or moved > 0

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
+import asyncio
+import gc
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from asynccomm import BackendError, ClosedError, EndOfQueueError, PayloadError
+from asynccomm.core.native import CoreUnavailable
 from asynccomm.queues import reading
 from asynccomm.queues.layout import BYTES, DATA, ENDED, STATE, header
 from asynccomm.queues.options import QueueOptions, QueueWelcome
 from asynccomm.queues.reading import COUNTED, FLOOD, POLL_SECONDS, VAIN, ReadingEnd, Source
 from asynccomm.queues.ring import FULL, PUBLISHED
-from tests.queues.rings import ENDS, ends
+from tests.queues.rings import ENDS, ends, hosted, readers_of
 
 RING = 4096
 WELCOME = QueueWelcome("token", ring=RING)
@@ -93,11 +98,10 @@ async def test_a_reader_lets_the_items_of_a_flood_come(
     source = Source(segment, QueueWelcome("token", ring=1 << 16), "rank 0", BackendError("lost"))
     end = ReadingEnd(QueueOptions(), None)
     end.add(source)
-    number = itertools.count()
 
     def put(count: int) -> None:
         for _ in range(count):
-            assert writer.put_bytes(b"item", next(number)) == PUBLISHED
+            assert writer.put_bytes(b"item") == PUBLISHED
         clock.now += count / per_second
 
     put(COUNTED)
@@ -119,8 +123,8 @@ async def test_what_is_read_ahead_is_ready_and_checked_as_any_item() -> None:
     options = QueueOptions(max_bytes=5)
     end = ReadingEnd(options, None)
     segment, writer, _ = ends(ENDS[-1], RING)
-    for number, data in enumerate([b"first", b"second", b"third"]):
-        assert writer.put_bytes(data, number)
+    for data in (b"first", b"second", b"third"):
+        assert writer.put_bytes(data)
     end.add(Source(segment, WELCOME, "rank 0", BackendError("lost")))
     assert end.ready() is None, "nothing was read ahead"
     assert end.next() == (b"first",)
@@ -149,13 +153,95 @@ async def test_threads_get_each_item_once_with_and_without_the_lock() -> None:
             else:
                 got[2] += end.many(3) or []
 
-    threads = [threading.Thread(target=get, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=get, args=(number,), daemon=True) for number in range(3)]
     for thread in threads:
         thread.start()
     for number in range(count):
-        assert writer.put_bytes(b"%d" % number, number) != FULL
+        assert writer.put_bytes(b"%d" % number) != FULL
     for thread in threads:
         thread.join()
     assert sorted(int(item) for each in got for item in each) == list(range(count))
     for each in got:
         assert [int(item) for item in each] == sorted(int(item) for item in each)
+
+
+# -- the next item ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["c", "python"])
+def _takers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An await takes its item in C, or in Python."""
+    if request.param == "python":
+        monkeypatch.setattr(reading, "_core", CoreUnavailable("it was not built"))
+
+
+@pytest.mark.usefixtures("_takers")
+async def test_an_await_takes_the_next_item() -> None:
+    async with hosted() as (_, queue):
+        (reader,) = await readers_of(queue, 1, max_bytes=5)
+        for item in (b"first", b"second", 7, b"third"):
+            await queue.put(item)
+        items = aiter(reader)
+        got: list[Any] = []
+        for _ in range(4):
+            try:
+                got.append(await anext(items))
+            except PayloadError as exc:
+                got.append(str(exc))
+        assert got == [b"first", "an item has 6 bytes, but max_bytes is 5", 7, b"third"]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(items), 0.001)
+        await queue.put(b"last")
+        waiting = asyncio.ensure_future(anext(items))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await anext(items) == b"last", "a wait that was cancelled before it began takes no item"
+        await queue.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(items)
+        await reader.aclose()
+        with pytest.raises(ClosedError):
+            await anext(items)
+
+
+@pytest.mark.usefixtures("_takers")
+async def test_other_tasks_run_between_items() -> None:
+    async with hosted() as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        for _ in range(64):
+            await queue.put(b"item")
+        ran = 0
+
+        async def other() -> None:
+            nonlocal ran
+            while True:
+                ran += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        await reader.get()  # the rest is read ahead
+        before, left = ran, 63
+        async for _ in reader:
+            left -= 1
+            if not left:
+                break
+        assert before < ran < before + 10
+        task.cancel()
+        await reader.aclose()
+
+
+@pytest.mark.usefixtures("_takers")
+async def test_an_end_is_freed() -> None:
+    end = ReadingEnd(QueueOptions(), 1)
+    freed = weakref.ref(end)
+    del end
+    gc.collect()
+    assert freed() is None
+
+
+def test_a_taker_is_made_of_six_arguments() -> None:
+    if isinstance(reading._core, CoreUnavailable):
+        pytest.skip("it was not built")
+    with pytest.raises(TypeError):
+        reading._core.Next(deque())

@@ -116,15 +116,37 @@ def test_only_sleepers_are_woken(kinds: Any) -> None:
 @kinds
 def test_an_item_of_bytes_in_one_call(kinds: Any) -> None:
     segment, writer, (reader,) = ends(kinds, RING)
-    assert writer.put_bytes(b"one", 0) == PUBLISHED
+    assert writer.put_bytes(b"one") == PUBLISHED
     segment.words[slot_word(0) + SLEEPING] = 1
-    assert writer.put_bytes(b"two", 1) == WAKE
+    assert writer.put_bytes(b"two") == WAKE
     segment.words[slot_word(0) + SLEEPING] = 0
-    number = 2
-    while writer.put_bytes(bytes(largest_payload(RING)), number) != FULL:
-        number += 1
+    while writer.put_bytes(bytes(largest_payload(RING))) != FULL:
+        pass
+    number = writer.number
     assert reader.take(None, 64, 1 << 20) == [b"one", b"two", *[bytes(largest_payload(RING))] * (number - 2)]
     assert reader.expected == number
+
+
+def test_c_puts_short_items_of_bytes_without_the_lock() -> None:
+    for kinds in ENDS[1:3]:
+        segment, writer, (reader,) = ends(kinds, 1 << 20)
+        assert not writer.put_short(b"a"), "Python wakes the reader"
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        writer.set_bell(0, mine.fileno())
+        segment.words[slot_word(0) + SLEEPING] = 1
+        assert writer.put_short(b"a")
+        assert theirs.recv(8) == b"w"
+        writer.held = True
+        assert not writer.put_short(b"b")
+        writer.held = False
+        for item in ("text", bytearray(b"b"), bytes(1 << 16), None):  # the last one is copied without the GIL
+            assert not writer.put_short(item)
+        assert (writer.number, reader.take(None, 64, 1 << 20)) == (1, [b"a"])
+        while writer.put_short(bytes(60_000)):
+            pass
+        assert len(reader.take(None, 64, 1 << 21)) == writer.number - 1 == (1 << 20) // framed(60_000)
+        mine.close()
+        theirs.close()
 
 
 def test_c_wakes_readers_by_their_bells() -> None:
@@ -146,7 +168,8 @@ def test_c_wakes_readers_by_their_bells() -> None:
         with pytest.raises(BlockingIOError):
             pairs[0][1].recv(8)
         sleep(0, 1, 2)
-        assert writer.put_bytes(b"a", 1) == WAKE, "slot 2 has no bell"
+        assert not writer.put_short(b"a"), "slot 2 has no bell"
+        assert writer.put_bytes(b"a") == WAKE
         assert [segment.words[word] for word in words] == [0, 0, 1]
         assert [theirs.recv(8) for _, theirs in pairs] == [b"w", b"w"]
         segment.words[words[2]] = 0
@@ -181,8 +204,8 @@ def test_c_makes_the_pages_of_the_next_frames_in_the_first_lap() -> None:
         def made(fd: int = fd) -> int:
             return os.fstat(fd).st_blocks * 512 - DATA  # without the head of the ring
 
-        for number in range(3 * (ring // framed(1000))):
-            writer.put_bytes(bytes(1000), number)
+        for _ in range(3 * (ring // framed(1000))):
+            writer.put_bytes(bytes(1000))
             written = min(ring, writer.head)
             assert min(ring, written + 30_000) <= made() + DATA, "the next frames have pages"
         os.close(fd)
@@ -254,11 +277,9 @@ def test_arguments_that_would_leave_the_memory_are_refused() -> None:
         with pytest.raises(ValueError, match="slot"):
             writer.set_bell(64, 0)
         with pytest.raises(ValueError, match="a frame of"):
-            writer.put_bytes(bytes(largest_payload(RING) + 1), 0)
-        with pytest.raises(TypeError, match="1 arguments in place of 2"):
-            writer.put_bytes(b"")
-        with pytest.raises(TypeError):
-            writer.put_bytes("text", 0)
+            writer.put_bytes(bytes(largest_payload(RING) + 1))
+        with pytest.raises(TypeError, match="item must be bytes"):
+            writer.put_bytes("text")
         with pytest.raises(ValueError, match="slot"):
             kinds[1](segment.raw, 0, RING, 64, False)
         with pytest.raises(ValueError, match="a ring of"):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import socket
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +16,8 @@ from asynccomm.queues.doorbell import Doorbell
 from asynccomm.queues.layout import FAILED, SLEEPING, STATE, TAIL, WAITING, slot_word
 from asynccomm.queues.options import QueueOptions
 from asynccomm.queues.ring import PythonReader
-from asynccomm.queues.writing import Target, WritingEnd
-from tests.queues.rings import new_segment
+from asynccomm.queues.writing import Target, WriterLock, WritingEnd
+from tests.queues.rings import hosted, new_segment, readers_of
 
 RING = 4096
 
@@ -99,3 +103,45 @@ async def test_a_closed_bell_is_forgotten_before_its_descriptor_is_another_one()
     os.close(number)
     mine.close()
     other.close()
+
+
+async def test_short_items_of_a_thread_stay_out_of_the_items_of_another_one() -> None:
+    async with hosted(capacity=RING) as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        count, short = 50, 0
+
+        def put_short() -> None:
+            nonlocal short
+            while putting.is_alive():
+                with contextlib.suppress(asyncio.QueueFull):
+                    queue.put_nowait(b"short %d" % short)
+                    short += 1
+
+        putting = threading.Thread(target=lambda: [queue.put_sync(bytes([i]) * 3 * RING, 30) for i in range(count)])
+        threads = [putting, threading.Thread(target=put_short)]
+        for thread in threads:
+            thread.start()
+        got: list[bytes] = []
+        while sum(len(item) > RING for item in got) < count:
+            got.append(await reader.get())
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+        while len(got) < count + short:
+            got.append(await reader.get())
+        assert [item for item in got if len(item) > RING] == [bytes([i]) * 3 * RING for i in range(count)]
+        assert [item for item in got if len(item) < RING] == [b"short %d" % i for i in range(short)]
+        await reader.aclose()
+
+
+def test_a_lock_holds_c_back_while_it_is_held_and_while_items_wait() -> None:
+    writer, waits = SimpleNamespace(held=False), False
+    lock = WriterLock(writer, lambda: waits)
+    with lock:
+        with lock:
+            assert writer.held
+        assert writer.held
+    assert not writer.held
+    waits = True
+    with lock:
+        pass
+    assert writer.held
