@@ -7,6 +7,7 @@ the writer puts an item every 2 ms (1 KiB) or 5 ms, and each reader compares its
 contenders take turns in each round, with new processes; figures are medians over the rounds.
 
     asynccomm        a queue, ``await put`` and ``async for``
+    busy poll        the same, and readers that poll for 10 ms before they sleep
     multiprocessing  a multiprocessing.Queue for each reader
     pyzmq            PUB and SUB sockets over ipc, blocking calls, without a limit that would drop items
     asyncio streams  a unix socket for each reader
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -108,10 +110,10 @@ def queue_writer(plan: Plan, place: Any, readers: list[Connection]) -> None:
     run(write())
 
 
-def queue_reader(plan: Plan, place: Any, writer: Connection) -> None:
+def queue_reader(plan: Plan, place: Any, writer: Connection, busy_poll: float | None = None) -> None:
     async def read() -> None:
         tally = Tally(plan)
-        async with await attach_queue(writer.recv()) as queue:
+        async with await attach_queue(writer.recv(), busy_poll=busy_poll) as queue:
             writer.send("ready")
             async for item in queue:
                 if tally.got(item):
@@ -226,6 +228,7 @@ def streams_reader(plan: Plan, place: Any, writer: Connection) -> None:
 
 CONTENDERS: Final[dict[str, tuple[Writer, Reader]]] = {
     "asynccomm": (queue_writer, queue_reader),
+    "busy poll": (queue_writer, partial(queue_reader, busy_poll=0.01)),
     "multiprocessing": (mp_writer, mp_reader),
     "pyzmq": (zmq_writer, zmq_reader),
     "asyncio streams": (streams_writer, streams_reader),

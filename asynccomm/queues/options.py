@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, Any, Final, Self, TypedDict, cast, final
 
 from msgspec import Meta
@@ -10,6 +11,7 @@ from msgspec import Meta
 from asynccomm.control.transport.connection import Token
 from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
 from asynccomm.ops.validation import as_index
+from asynccomm.options import seconds
 
 CAPACITY: Final = 8 << 20  # bytes
 MOST_CAPACITY: Final = 1 << 40
@@ -28,6 +30,7 @@ class QueueArguments(TypedDict, total=False):
     expect: type[Any] | None
     weights_only: bool
     max_bytes: int
+    busy_poll: float | timedelta | None
 
 
 @final
@@ -42,6 +45,7 @@ class QueueOptions:
     expect: type[Any] | None = None  #: class of the items that this end reads
     weights_only: bool = True  #: items are of safe values only
     max_bytes: int = MAX_BYTES  #: of an item that this end reads
+    busy_poll: float | timedelta | None = None  #: seconds in which this end polls for an item before it sleeps
 
     def __post_init__(self) -> None:
         for name, most in (("capacity", MOST_CAPACITY), ("max_bytes", None)):
@@ -57,6 +61,7 @@ class QueueOptions:
             raise TypeError(f"address must be a str, got {self.address!r}")
         if not isinstance(self.weights_only, bool):
             raise TypeError(f"weights_only must be True or False, got {self.weights_only!r}")
+        seconds("busy_poll", self.busy_poll, 0.0)
         if self.expect is not None and not isinstance(self.expect, type):
             raise TypeError(f"expect must be a class, got {self.expect!r}")
 

@@ -13,6 +13,7 @@ from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.segment import Segment
 from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, PayloadError
+from asynccomm.options import seconds
 from asynccomm.queues.doorbell import Doorbell
 from asynccomm.queues.errors import EndOfQueueError, QueueError
 from asynccomm.queues.items import IncomingItem, check_class, decode
@@ -114,12 +115,12 @@ class Source:
             if self.bell is not None:
                 self.bell.ring()
 
-    def poll(self) -> bool:
-        """Look for a frame of a fast writer before the end sleeps; not after polls that were in vain.
+    def poll(self, *, always: bool = False) -> bool:
+        """Look for a frame before the end sleeps; not after looks that were in vain, unless ``always``.
 
         In a flood of items the look is a pause: the writer has the core, and the items that come are read at once.
         """
-        if self._patience <= 0:
+        if self._patience <= 0 and not always:
             self._patience += 1
             return False
         count = self._reader.expected - self._counted
@@ -178,6 +179,8 @@ class ReadingEnd:
         self.waiters: Waiters = Waiters(self._arm)
         self._options, self._expected = options, expected
         self._plain = options.max_bytes if options.expect is None else -1  # items of so many bytes need no more checks
+        self._busy_poll = seconds("busy_poll", options.busy_poll, 0.0)
+        self._busy_until = 0.0  # while there is nothing to read; 0: there was something
         self._came = self._dropped = 0
         self._found: deque[Found] = deque()
         self._error: AsyncCommError | None = None
@@ -207,10 +210,19 @@ class ReadingEnd:
 
     def _arm(self) -> bool:
         with self._lock:
-            if len(self.sources) == 1 and self.sources[0].poll():
+            polls = self._polls()
+            if (len(self.sources) == 1 and self.sources[0].poll(always=polls)) or polls:
                 return False
             armed = [source.arm() for source in self.sources]
             return all(armed) and not self._found and self._error is None and not self._ended()
+
+    def _polls(self) -> bool:
+        """Whether this end looks again in place of a sleep, after other tasks have run."""
+        if not self._busy_poll:
+            return False
+        now = time.perf_counter()
+        self._busy_until = self._busy_until or now + self._busy_poll
+        return now < self._busy_until
 
     def _ended(self) -> bool:
         return not self.sources and self._came >= max(self._expected or 0, 1)
@@ -227,6 +239,8 @@ class ReadingEnd:
                 self._end_of(source, ending)
         if len(self.sources) > 1:
             self.sources.append(self.sources.pop(0))  # in turn, so that no writer waits for another
+        if self._found:
+            self._busy_until = 0.0
         return bool(self._found)
 
     def _end_of(self, source: Source, ending: AsyncCommError) -> None:

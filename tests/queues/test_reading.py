@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from asynccomm import BackendError, ClosedError, EndOfQueueError, PayloadError
 from asynccomm.core.native import CoreUnavailable
 from asynccomm.queues import reading
-from asynccomm.queues.layout import BYTES, DATA, ENDED, STATE, header
+from asynccomm.queues.layout import BYTES, DATA, ENDED, SLEEPING, STATE, header, slot_word
 from asynccomm.queues.options import QueueOptions, QueueWelcome
 from asynccomm.queues.reading import COUNTED, FLOOD, POLL_SECONDS, VAIN, ReadingEnd, Source
 from asynccomm.queues.ring import FULL, PUBLISHED
@@ -117,6 +118,27 @@ async def test_a_reader_lets_the_items_of_a_flood_come(
     end.many(COUNTED)
     clock.paused = lambda: pytest.fail("the flood is over")
     source.poll()
+
+
+async def test_a_reader_polls_before_it_sleeps_for_as_long_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(reading, "time", clock)
+    segment, writer, _ = ends(ENDS[-1], RING)
+    end = ReadingEnd(QueueOptions(busy_poll=timedelta(milliseconds=5)), None)
+    end.add(Source(segment, WELCOME, "rank 0", BackendError("lost")))
+    word = slot_word(0) + SLEEPING
+    for _ in range(2):
+        for elapsed in (0.0, 0.004, 0.0009):
+            clock.now += elapsed
+            assert end.next() is None
+            assert not end._arm(), "it polls"
+            assert not segment.words[word]
+        clock.now += 0.001
+        assert end._arm(), "it sleeps"
+        assert segment.words[word]
+        segment.words[word] = 0
+        writer.put_bytes(b"item")
+        assert end.next() == (b"item",)
 
 
 async def test_what_is_read_ahead_is_ready_and_checked_as_any_item() -> None:
