@@ -47,6 +47,10 @@ class WindowPart(abc.ABC):
     def signal(self, slot: int, value: int, *, add: bool) -> None:
         """Set a signal or add to it, and have the rank look at its waits. Earlier writes to the memory are seen."""
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy between addresses, right also where they overlap."""
+        memmove(target, source, nbytes)
+
     def place(self, op: WindowTransfer) -> Tensor:
         """The elements that ``op`` is about, as a vector."""
         return self.memory[op.start : op.start + op.nbytes].view(op.dtype)
@@ -63,7 +67,7 @@ class WindowPart(abc.ABC):
             if arithmetic.is_plain(tensor):
                 here, there = tensor.data_ptr(), self._address + op.start
                 target, source = (there, here) if isinstance(op, WindowPut) else (here, there)
-                memmove(target, source, op.nbytes)  # right also where they overlap
+                self.copy(target, source, op.nbytes)
                 return
         place = self.place(op)
         if isinstance(op, WindowGet):

@@ -37,7 +37,7 @@ void core_copy(char *restrict to, const char *restrict from, size_t n)
     memcpy(to, from, n);
 }
 
-static void copy_past_caches(char *restrict to, const char *restrict from, size_t n)
+void core_copy_past_caches(char *restrict to, const char *restrict from, size_t n)
 {
 #if defined(__x86_64__)
     size_t head = (-(uintptr_t)to) & 15;
@@ -320,7 +320,7 @@ static void act(const Run *run, const Action *action, uint32_t i)
     } else {
         char *there = place(run, to, i), *here = place(run, from, i);
         if (there == here) return; /* in place */
-        if (target && action->total >= STREAM_BYTES) copy_past_caches(there, here, (size_t)n);
+        if (target && action->total >= STREAM_BYTES) core_copy_past_caches(there, here, (size_t)n);
         else core_copy(there, here, (size_t)n);
     }
 }

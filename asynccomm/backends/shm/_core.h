@@ -188,6 +188,7 @@ void core_free(PyObject *self);                   /* the end of a deallocator */
 
 /* memcpy, also fast where another core holds the lines */
 void core_copy(char *restrict to, const char *restrict from, size_t n);
+void core_copy_past_caches(char *restrict to, const char *restrict from, size_t n); /* keeps their content; for large n */
 
 /* A run with empty vectors; NULL with an exception. */
 Run *core_new_run(Segment *segment, Program *program, PyObject *reductions, PyObject *mismatch);

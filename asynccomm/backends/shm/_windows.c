@@ -392,7 +392,20 @@ static PyObject *change_word(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* copy(to, from, nbytes): between addresses */
+static PyObject *copy_large(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned long long to, from, nbytes;
+    if (!PyArg_ParseTuple(args, "KKK", &to, &from, &nbytes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    if (to < from + nbytes && from < to + nbytes) memmove((char *)(uintptr_t)to, (char *)(uintptr_t)from, nbytes);
+    else core_copy_past_caches((char *)(uintptr_t)to, (char *)(uintptr_t)from, nbytes);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"copy", copy_large, METH_VARARGS, "Copy past the caches, without the GIL."},
     {"signal", change_word, METH_VARARGS, "Change a word atomically."},
     {NULL, NULL, 0, NULL},
 };

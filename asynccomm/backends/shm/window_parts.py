@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from ctypes import memmove
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -21,6 +22,7 @@ from asynccomm.ops.windows import SIGNAL_VALUES
 
 PAGE: Final = 4096  # bytes: the memory of each rank begins at a page
 ATOMIC: Final = 8  # word of a block: whether the rank can change words atomically; the words before are for bells
+LARGE: Final = 4 << 20  # bytes: a larger copy would flush the caches, and goes past them
 HEAD: Final = PAIR // WORD  # words of a block ahead of its locks
 
 
@@ -89,6 +91,7 @@ class ShmPart(WindowPart):
     Args:
         bells: eventfds that wake the target: its event loop, and its progress thread.
         store: changes a word atomically (``_core.signal``); None: there is no C.
+        copy_large: copies past the caches (``_core.copy``); None: there is no C.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class ShmPart(WindowPart):
         target: int,
         bells: tuple[int, int],
         store: Callable[..., Any] | None,
+        copy_large: Callable[[int, int, int], None] | None = None,
     ) -> None:
         start = layout.memory(target)
         super().__init__(segment.data[start : start + layout.window.sizes[target]])
@@ -109,6 +113,7 @@ class ShmPart(WindowPart):
         self._bells = [(layout.bell(target, bell), bells[bell]) for bell in Bell]
         self._atomics = [layout.atomic(rank) for rank in range(layout.size)]
         self._store = store
+        self._copy_large = copy_large or memmove
         self.memory_lock = BakeryLock(words, layout.memory_lock(target), origin, contenders, fence)
         self._signal_lock = BakeryLock(words, layout.signal_lock(target), origin, contenders, fence)
 
@@ -121,6 +126,9 @@ class ShmPart(WindowPart):
     def signal_lock(self) -> BakeryLock | None:
         """The lock to be held for a signal; None: signals are atomic."""
         return self._signal_lock if self._store is None else None
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        (self._copy_large if nbytes >= LARGE else memmove)(target, source, nbytes)
 
     def load(self, slot: int) -> int:
         return self._words[self._signals + slot]

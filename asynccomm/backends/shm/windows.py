@@ -72,7 +72,7 @@ class ShmWindow(BackendWindow):
         pace: WindowPace,
     ) -> None:
         rank, core = context.group.rank, load_core()
-        store = None if isinstance(core, CoreUnavailable) else core.signal
+        store, copy_large = (None, None) if isinstance(core, CoreUnavailable) else (core.signal, core.copy)
         self._loop = context.mailbox.loop
         self._on_error = context.on_error
         self._rank = rank
@@ -83,7 +83,7 @@ class ShmWindow(BackendWindow):
         self._words = mapping.segment.words
         self._asleep = [layout.bell(rank, bell) for bell in Bell]
         self._parts = [
-            ShmPart(mapping.segment, layout, rank, peer, mapping.bells[peer], store)
+            ShmPart(mapping.segment, layout, rank, peer, mapping.bells[peer], store, copy_large)
             for peer in range(context.group.size)
         ]
         self._words[layout.atomic(rank)] = store is not None

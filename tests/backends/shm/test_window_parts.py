@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from asynccomm.backends.shm.layout import PAIR, WORD
 from asynccomm.backends.shm.segment import Segment, create
-from asynccomm.backends.shm.window_parts import PAGE, GuestPart, ShmPart, WindowLayout
+from asynccomm.backends.shm.window_parts import LARGE, PAGE, GuestPart, ShmPart, WindowLayout
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.ops import WindowInfo
 from asynccomm.ops.validation import CommInfo
@@ -64,6 +65,39 @@ def test_signals_are_set_added_and_wrap(native: bool) -> None:
     part.signal(0, 5, add=True)
     assert [part.load(slot) for slot in range(3)] == [5, 0, 2]
     assert part.memory.numel() == 16
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_large_copy_is_right_at_any_place_also_where_it_overlaps(native: bool) -> None:
+    core = load_core()
+    if native and isinstance(core, CoreUnavailable):
+        pytest.skip("the executor in C was not built")
+    size = 2 * LARGE
+    layout = layout_of((size, 0), 1)
+    segment = Segment(create(layout.total), layout.total)
+    large = Mock(side_effect=core.copy) if native else None
+    part = ShmPart(segment, layout, 0, 0, (-1, -1), None, large)
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    for nbytes, source, target in [
+        (LARGE + 77, 3, 5),
+        (LARGE, 0, 4096),
+        (LARGE - 1, 1, 0),
+        (LARGE + 4096, 1000, LARGE - 5000),
+        (LARGE, 0, LARGE),
+    ]:
+        part.memory.copy_(data)
+        start = part.memory.data_ptr()
+        outside = torch.empty(nbytes + 9, dtype=torch.uint8)
+        part.copy(outside.data_ptr() + 9, start + source, nbytes)
+        part.copy(start + target, start + source, nbytes)
+        expected = data.clone()
+        expected[target : target + nbytes] = data[source : source + nbytes]
+        assert torch.equal(outside[9:], data[source : source + nbytes])
+        assert torch.equal(part.memory, expected)
+    if large is not None:
+        assert large.call_count == 8, "one of the sizes is not large"
+        with pytest.raises(TypeError):
+            core.copy(1)
 
 
 def test_all_ranks_lock_signals_if_one_has_no_atomic_instructions() -> None:
