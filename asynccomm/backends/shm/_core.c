@@ -24,14 +24,13 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-tree-loop-distribute-patterns")
 #endif
-void core_copy(char *restrict to, const char *restrict from, size_t n)
+CLONES void core_copy(char *restrict to, const char *restrict from, size_t n)
 {
 #if defined(__x86_64__)
-    for (; n >= 64; n -= 64, to += 64, from += 64) {
-        __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16));
-        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32)), d = _mm_loadu_si128((const __m128i *)(from + 48));
-        _mm_storeu_si128((__m128i *)to, a), _mm_storeu_si128((__m128i *)(to + 16), b);
-        _mm_storeu_si128((__m128i *)(to + 32), c), _mm_storeu_si128((__m128i *)(to + 48), d);
+    typedef char Wide __attribute__((vector_size(32), aligned(1), may_alias));
+    for (; n >= 128; n -= 128, to += 128, from += 128) {
+        Wide a = *(const Wide *)from, b = *(const Wide *)(from + 32), c = *(const Wide *)(from + 64), d = *(const Wide *)(from + 96);
+        *(Wide *)to = a, *(Wide *)(to + 32) = b, *(Wide *)(to + 64) = c, *(Wide *)(to + 96) = d;
     }
 #endif
     memcpy(to, from, n);

@@ -186,6 +186,14 @@ int64_t core_number_at(PyObject *sequence, Py_ssize_t i, int64_t least, int64_t 
 void *core_zeroed(Py_ssize_t count, size_t size); /* NULL with an exception */
 void core_free(PyObject *self);                   /* the end of a deallocator */
 
+/* one binary for old and new processors; the loader picks the version */
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) \
+    && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_UNDEFINED__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
 /* memcpy, also fast where another core holds the lines */
 void core_copy(char *restrict to, const char *restrict from, size_t n);
 void core_copy_past_caches(char *restrict to, const char *restrict from, size_t n); /* keeps their content; for large n */

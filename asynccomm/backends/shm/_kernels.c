@@ -3,14 +3,6 @@
 
 #include <string.h>
 
-/* one binary for old and new processors; the loader picks the version */
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) \
-    && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_UNDEFINED__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
-
 #define BLOCK 1024 /* elements that are combined before they are stored: they stay in the first cache */
 
 /* Integers wrap around, hence unsigned. The first operand wins where two are equal, and a NaN always. */
