@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import random
 import signal
+import struct
 import time
 from collections import Counter
 from typing import Any, Final
@@ -31,23 +32,34 @@ CAPACITY: Final = 1 << 16
 MOST_BYTES: Final = 1 << 17  # of an item, more than the ring
 WRONG: Final = 3  # exit code of a visitor that saw a wrong item
 spawn: Final = multiprocessing.get_context("forkserver")
+names: Final = struct.Struct("=QQ")  # of the writer and of the item
 
 
-def item_of(number: int) -> tuple[int, bytes]:
-    """Item ``number``: most are short."""
+def item_of(number: int, writer: int = 0) -> bytes | tuple[int, int, bytes]:
+    """Item ``number``: most are short, and most are bytes."""
     nbytes = number * 7919 % 2000 if number % 50 else number * 104_729 % MOST_BYTES
-    return number, bytes([number % 251]) * nbytes
+    data = bytes([number % 251]) * nbytes
+    return names.pack(writer, number) + data if number % 3 else (writer, number, data)
+
+
+def names_of(item: Any) -> tuple[int, int]:
+    """The writer and the number of an item."""
+    return names.unpack_from(item) if isinstance(item, bytes) else item[:2]
 
 
 async def read(handle: str, count: int, die: bool) -> None:
     """A visitor that reads ``count`` items."""
     async with await attach_queue(handle) as queue:
-        expected: int | None = None
-        for _ in range(count):
-            number, data = await queue.get()
-            if (number, data) != item_of(number) or number != (expected if expected is not None else number):
+        first: int | None = None
+        left = count
+        async for item in queue:
+            _, number = names_of(item)
+            first = number if first is None else first
+            if item != item_of(number) or number != first + count - left:
                 os._exit(WRONG)
-            expected = number + 1
+            left -= 1
+            if not left:
+                break
         if die:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -59,7 +71,7 @@ async def write(handle: str, me: int, count: int, die: bool, acknowledged: Any) 
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process at any instruction
             signal.setitimer(signal.ITIMER_REAL, random.uniform(0.001, 0.1))
         for number in range(1 << 40 if die else count):
-            await queue.put((me, *item_of(number)))
+            await queue.put(item_of(number, me))
             acknowledged.value = number + 1
 
 
@@ -109,18 +121,19 @@ class Soak:
         number = 0
         async for item in staying:
             if item != item_of(number):
-                raise WrongItemError(f"item {item[0]} in place of {number}")
+                raise WrongItemError(f"item {names_of(item)[1]} in place of {number}")
             number += 1
         self.counts["items checked"] = number
 
     async def read(self) -> None:
         while True:
             try:
-                writer, number, data = await self.incoming.get()
+                item = await self.incoming.get()
             except EndOfQueueError:  # until the next writer attaches
                 await asyncio.sleep(0.005)
                 continue
-            if number != self.came[writer] or (number, data) != item_of(number):
+            writer, number = names_of(item)
+            if number != self.came[writer] or item != item_of(number, writer):
                 raise WrongItemError(f"item {number} of writer {writer} in place of {self.came[writer]}")
             self.came[writer] += 1
             self.counts["items read"] += 1
