@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from asynccomm.comm.comm import Comm as Comm
     from asynccomm.comm.comm import coalesce as coalesce
     from asynccomm.comm.in_flight import CommStatistics as CommStatistics
+    from asynccomm.comm.join_comm import join_comm as join_comm
     from asynccomm.comm.methods.p2p import BatchSendRecv as BatchSendRecv
     from asynccomm.comm.methods.p2p import Sink as Sink
     from asynccomm.comm.methods.p2p import Stream as Stream
-    from asynccomm.comm.new_comm import join_comm as join_comm
     from asynccomm.comm.new_comm import new_comm as new_comm
     from asynccomm.comm.pairs import pair_comm as pair_comm
     from asynccomm.comm.scopes import CoalesceScope as CoalesceScope
@@ -83,7 +83,7 @@ _HOMES = {
     "Estimate": "asynccomm.comm.scopes",
     "Comm": "asynccomm.comm.comm",
     "CommStatistics": "asynccomm.comm.in_flight",
-    "join_comm": "asynccomm.comm.new_comm",
+    "join_comm": "asynccomm.comm.join_comm",
     "new_comm": "asynccomm.comm.new_comm",
     "pair_comm": "asynccomm.comm.pairs",
     "Diagnosis": "asynccomm.control.diagnosis",

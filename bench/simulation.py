@@ -19,7 +19,8 @@ from typing import Any, TypeVar, final
 import msgspec
 
 from asynccomm.control.channel import LEAVE_ACK_SECONDS
-from asynccomm.control.router import PATIENT_SECONDS, Router
+from asynccomm.control.patient import PATIENT_SECONDS
+from asynccomm.control.router import Router
 from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.control.uplink import NOT_THERE, REFUSED_SECONDS
 from asynccomm.store.base import Store

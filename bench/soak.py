@@ -61,7 +61,8 @@ from report import median, print_table, write_rows
 from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm
-from asynccomm.comm.new_comm import join_comm, new_comm
+from asynccomm.comm.join_comm import join_comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.core import stacks
 from asynccomm.core.work import Work
 from asynccomm.errors import (

@@ -39,6 +39,7 @@ BY_OPERATION = {
     "backends.nccl.p2p",
     "backends.nccl.windows",
     "backends.shm.lowering",
+    "backends.shm.message_fields",
     "backends.shm.p2p",
     "backends.shm.payloads",
     "backends.shm.schedule",

@@ -19,6 +19,7 @@ from asynccomm.blocking.twins import Place, Twin, here, made, making, there
 from asynccomm.blocking.window import BlockingWindow
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.comm import coalesce as coalesce_comms
+from asynccomm.comm.join_comm import join_comm as join_awaitable
 from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.experts import ExpertCollectives
 from asynccomm.comm.methods.lists import CoalescedCollectives
@@ -26,7 +27,6 @@ from asynccomm.comm.methods.objects import Objects
 from asynccomm.comm.methods.p2p import P2P
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import VariableCollectives
-from asynccomm.comm.new_comm import join_comm as join_awaitable
 from asynccomm.comm.new_comm import new_comm as new_awaitable
 from asynccomm.comm.pairs import pair_comm as pair_awaitable
 from asynccomm.comm.pending import PendingComm

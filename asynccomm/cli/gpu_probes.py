@@ -75,7 +75,7 @@ def nccl_section(system: SystemInfo) -> Section:
     warned = _nccl_warnings(packages, compiled, loaded)
     binding = "ready"
     try:
-        system.module("asynccomm.backends.nccl.api").load()
+        system.module("asynccomm.backends.nccl.bindings").load()
     except Exception as exc:
         binding = f"{exc}"
         if torch.cuda.is_available():

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple, final
 
-from asynccomm.cli.diagnose import JobSummary, job_of, states_of
+from asynccomm.cli.diagnose import job_of, states_of
+from asynccomm.cli.jobs import JobSummary
 from asynccomm.cli.run import Commands
 from asynccomm.control.diagnosis import Diagnosis, RankState
 

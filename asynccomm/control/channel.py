@@ -34,8 +34,9 @@ from asynccomm.control.messages import (
     Request,
 )
 from asynccomm.control.mismatch import MismatchDetector
+from asynccomm.control.patient import PATIENT_SECONDS
 from asynccomm.control.requests import Requests
-from asynccomm.control.router import PATIENT_SECONDS, Router
+from asynccomm.control.router import Router
 from asynccomm.control.runs import RankRuns, distinct_ranks
 from asynccomm.control.subscribers import Subscriber, Subscribers
 from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS

@@ -4,15 +4,8 @@ A message is addressed to a rank, to ``"root"``, or to ``"all"``. A message to a
 down the whole tree, so all ranks receive such messages in the same order. Each node learns the routes to the ranks
 below it from their Presence messages.
 
-Each rank that leaves, a comm or the job, messages that to all, and usually all ranks leave at about the same time. Such
-messages are *patient*: the root sends them as one batch when none has come for ``PATIENT_SECONDS``, and after
-``PATIENT_TIMES`` as long at the latest. One message to each rank for each rank that leaves would be too many. The root
-has acknowledged leaves that wait. It therefore *entrusts* each waiting message to its heir, the next root, at once: if
-the root is lost, the heir sends the messages.
-
-While ranks go, a node may be without a route until it reconnects. Each sender therefore numbers its messages to all,
-and repeats each message until the root has returned it; each node keeps the last ``LOGGED`` messages to all for ranks
-that connect later. A node ignores a numbered message that it has already seen.
+While ranks go, a node may be without a route until it reconnects. Messages to all are therefore numbered, recorded and
+repeated (``broadcast_log``). The messages of ranks that leave may wait at the root for each other (``patient``).
 
 The end of a connection is the end of the rank behind it, unless the rank has announced its orderly leave before. A loss
 is final: the others have gone on without the lost rank, and do not let it in again. A leaving rank waits until all
@@ -21,9 +14,8 @@ ranks connected to it have acknowledged the leave; without that, a peer could ta
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final, Protocol, final
@@ -31,6 +23,7 @@ from typing import Final, Protocol, final
 from msgspec.structs import replace
 
 from asynccomm.control.batches import batches
+from asynccomm.control.broadcast_log import BroadcastLog
 from asynccomm.control.messages import (
     ALL,
     ROOT,
@@ -43,14 +36,12 @@ from asynccomm.control.messages import (
     Presence,
     RoutedMessage,
 )
+from asynccomm.control.patient import EntrustedMessages, PatientMessages
 from asynccomm.control.runs import compact_ranks, distinct_ranks, expand_ranks
 from asynccomm.control.transport.schema import JsonObject, MessageError, decode, shown
 from asynccomm.control.transport.topology import Topology
 
 KEPT: Final = 4096  # messages that wait for a connection to the rank above
-LOGGED: Final = 64  # messages to all that are kept for ranks that connect later
-PATIENT_SECONDS: Final = 0.05  # without further patient messages, until they are sent
-PATIENT_TIMES: Final = 8  # times PATIENT_SECONDS that a patient message waits at most
 
 
 class Transport(Protocol):
@@ -72,7 +63,7 @@ class Router:
         deliver: called with the source and the body of each message for this rank.
         gone: called once with each rank that is gone, among others that are gone for the same reason; an empty reason
             means an orderly leave.
-        later: calls its argument after ``PATIENT_SECONDS``; None: no message waits for others.
+        later: of ``PatientMessages``.
     """
 
     def __init__(
@@ -91,13 +82,10 @@ class Router:
         self.fenced: str = ""  #: why the others continue without this rank; empty: not fenced
         self._deliver = deliver
         self._notify_gone = gone
-        self._later = later
         self._root = self._heir = -1  # the root, and this rank's heir, as of the last look
-        self._held: list[RoutedMessage] = []  # at the heir: messages to all that the root has not sent yet
-        self._held_checked = 0  # the number of them that were not known at the last look
-        self._patient: list[RoutedMessage] = []  # at the root: messages to all that wait for others
+        self._patient = PatientMessages(self._send_down, self._entrust, later)
+        self._entrusted = EntrustedMessages(self._is_known)
         self._returned: list[RoutedMessage] = []  # messages to all that came again, to be returned to their senders
-        self._pausing = False  # a batch was sent less than PATIENT_SECONDS ago
         self._up_rank: int | None = None
         self._down: dict[Transport, int] = {}  # connections from ranks below
         self._links: dict[int, Transport] = {}  # the same by rank
@@ -105,10 +93,7 @@ class Router:
         self._behind: dict[Transport, set[int]] = {}  # ranks that had their route by each connection
         self._departures: dict[Address, list[RoutedMessage]] = {}  # messages about all ranks that are gone
         self._waiting: deque[RoutedMessage] = deque(maxlen=KEPT)
-        self._sent = 0  # messages to all
-        self._unacked: OrderedDict[tuple[int, int], RoutedMessage] = OrderedDict()  # sent up, not returned by the root
-        self._log: deque[RoutedMessage] = deque(maxlen=LOGGED)  # the last messages to all
-        self._last: dict[int, int] = {}  # by rank, the number of its last message to all
+        self._log = BroadcastLog()
         self._leaving = False
         self._acknowledged: set[int] = set()  # ranks that have acknowledged the leave
         self._acknowledged_above = False  # whether the rank above has acknowledged the leave
@@ -147,9 +132,8 @@ class Router:
         Args:
             patient: of a message to all: it may wait for others.
         """
-        if to == ALL:
-            self._sent += 1
-        self._route(RoutedMessage(to, self.rank, body, self._sent if to == ALL else None, patient), None)
+        number = self._log.number() if to == ALL else None
+        self._route(RoutedMessage(to, self.rank, body, number, patient), None)
 
     def _route(self, message: RoutedMessage, came_by: Transport | None, *, forwarded: bool = False) -> None:
         to = message.to
@@ -161,7 +145,7 @@ class Router:
         elif to == ALL and came_by is not None and came_by is self.up:
             if not forwarded:
                 self._forward_down(message)
-            if (fresh := self._fresh(message)) is not None:
+            if (fresh := self._log.add(message)) is not None:
                 self._handle(fresh, came_by)
         elif to == ROOT and (self.is_root or self._loses_above(message.body)):
             self._handle(message, came_by)
@@ -169,13 +153,10 @@ class Router:
             if to == ALL:
                 self._returned.append(message)
         elif isinstance(to, int) and to in self._routes:
-            self._send_patient()
+            self._patient.flush()
             self._routes[to].send(message)
         elif to == ALL and message.number is not None:
-            for source in message.sources:
-                self._unacked[source, message.number] = message if not message.also else message.of([source])
-                if len(self._unacked) > KEPT:
-                    self._unacked.popitem(last=False)
+            self._log.repeat(message, message.number)
             if self.up is not None:
                 self.up.send(message)
         elif self.up is not None:
@@ -188,14 +169,7 @@ class Router:
         """Whether a message from below is known here: a root has sent it, or this node sends it to the next root."""
         if message.to == ROOT:
             return isinstance(message.body, Departure) and distinct_ranks(message.body.ranks) <= self.gone.keys()
-        return message.to == ALL and message.number is not None and not self._new_sources(message, message.number)
-
-    def _new_sources(self, message: RoutedMessage, number: int) -> list[int]:
-        """The sources from which a message with ``number`` is new."""
-        last, sources = self._last, message.sources
-        if min(map(last.get, sources, itertools.repeat(0))) >= number:  # of thousands of sources, usually all or none
-            return []
-        return [source for source in sources if last.get(source, 0) < number]
+        return message.to == ALL and self._log.knows(message)
 
     def _loses_above(self, body: Body) -> bool:
         """Whether ``body`` says that the rank above is lost: then the message cannot pass over that rank."""
@@ -203,7 +177,7 @@ class Router:
 
     def _broadcast(self, message: RoutedMessage, came_by: Transport | None) -> None:
         """Send a message to all ranks, at the root."""
-        fresh = self._fresh(message)
+        fresh = self._log.add(message)
         if fresh is not None:
             self._spread(fresh)
             self._handle(fresh, came_by)
@@ -213,38 +187,10 @@ class Router:
 
     def _spread(self, message: RoutedMessage) -> None:
         """Send a message to all ranks below, at the root; a patient message may wait."""
-        if not message.patient or self._later is None:
-            self._forward_down(message)
-            return
-        self._patient.append(message)
-        if self._pausing:
-            self._entrust([message])
+        if message.patient:
+            self._patient.add(message)
         else:
-            self._send_batch(self._later)
-
-    def _send_batch(self, later: Callable[[Callable[[], object]], object]) -> None:
-        """Send the patient messages, and none for some time after."""
-        self._send_patient()
-        self._pausing = True
-        waiting = times = 0
-
-        def resume() -> None:
-            nonlocal waiting, times
-            before, waiting, times = waiting, len(self._patient), times + 1
-            if not waiting:
-                self._pausing = False
-            elif waiting > before and times < PATIENT_TIMES:
-                later(resume)
-            else:
-                self._send_batch(later)
-
-        later(resume)
-
-    def _send_patient(self) -> None:
-        """Send the patient messages; also before any other message, so that messages stay in order."""
-        messages, self._patient = self._patient, []
-        for frame in batches(messages):
-            self._forward_down(frame)
+            self._forward_down(message)
 
     def _entrust(self, messages: Sequence[RoutedMessage]) -> None:
         """Give messages that wait here, at the root, to the heir, which is directly below."""
@@ -261,13 +207,6 @@ class Router:
                 return -1
         return self._heir
 
-    def _hold(self, message: RoutedMessage) -> None:
-        """Keep a message for the case that the root is lost before it sends the message."""
-        self._held.append(message)
-        if len(self._held) > KEPT + 2 * self._held_checked:
-            self._held = [each for each in self._held if not self._is_known(each)]
-            self._held_checked = len(self._held)
-
     def _is_known(self, message: RoutedMessage) -> bool:
         if isinstance(message.body, Departure):
             return distinct_ranks(message.body.ranks) <= self.gone.keys()
@@ -275,9 +214,8 @@ class Router:
 
     def _inherit(self) -> None:
         """Send the messages that the lost root has not sent."""
-        held, self._held = self._held, []
         left: set[int] = set()
-        for message in held:
+        for message in self._entrusted.take():
             if isinstance(message.body, Departure):
                 left |= {*expand_ranks(message.body.ranks)} - self.gone.keys()
             elif not self._is_known(message):
@@ -289,26 +227,10 @@ class Router:
 
     def _route_again(self) -> None:
         """Send all messages that had no route, or that may have been lost with a connection."""
-        waiting = [*self._unacked.values(), *self._waiting]
+        waiting = [*self._log.repeated, *self._waiting]
         self._waiting.clear()
         for message in waiting:
             self._route(message, None)
-
-    def _fresh(self, message: RoutedMessage) -> RoutedMessage | None:
-        """Record a message to all. Returns it, of the sources from which it is new; None: it is known."""
-        number = message.number
-        if number is None:
-            return message
-        if self._unacked:
-            for source in message.sources:
-                self._unacked.pop((source, number), None)
-        sources = self._new_sources(message, number)
-        if not sources:
-            return None
-        self._last.update(dict.fromkeys(sources, number))
-        fresh = message if len(sources) == len(message.sources) else message.of(sources)
-        self._log.append(fresh)
-        return fresh
 
     def _handle(self, message: RoutedMessage, came_by: Transport | None) -> None:
         match message.body:
@@ -340,11 +262,11 @@ class Router:
         self.last_heard[rank] = time.monotonic()
         self.send(ROOT, Presence())
         # the rank, or ranks below it, may have missed the news
-        self._send_together(link, [*self._all_gone(ALL), *self._log])
+        self._send_together(link, [*self._all_gone(ALL), *self._log.recent])
         if self._leaving:
             link.send(self._gone_message([self.rank], "", ALL))
-        if self._patient and rank == self._heir:
-            self._entrust(self._patient)
+        if self._patient.waiting and rank == self._heir:
+            self._entrust(self._patient.waiting)
 
     def _set_route(self, rank: int, link: Transport) -> None:
         self._routes[rank] = link
@@ -357,7 +279,7 @@ class Router:
         self.send(ROOT, Presence())
         present = [RoutedMessage(ROOT, below, Presence()) for below in self._routes]
         # a lost root may have reached some ranks only
-        self._send_together(link, [*present, *self._all_gone(ROOT), *self._log])
+        self._send_together(link, [*present, *self._all_gone(ROOT), *self._log.recent])
         self._route_again()
         if self._leaving:
             link.send(self._gone_message([self.rank], "", ALL))
@@ -411,7 +333,7 @@ class Router:
             if isinstance(body, Heartbeat):
                 return
             if message.held:
-                self._hold(message)
+                self._entrusted.add(message)
                 return
         else:
             return  # from a dropped connection
@@ -480,7 +402,7 @@ class Router:
     def leave(self) -> None:
         """Announce this rank's orderly leave; :attr:`leave_acknowledged` turns true with the last acknowledgement."""
         self._leaving = True
-        self._send_patient()
+        self._patient.flush()
         message = self._gone_message([self.rank], "", ALL)
         for link in self.links:
             link.send(message)
@@ -530,8 +452,10 @@ class Router:
                 self._forward_down(message)
 
     def _forward_down(self, message: RoutedMessage | MessageBatch) -> None:
-        if self._patient:
-            self._send_patient()
+        self._patient.flush()
+        self._send_down(message)
+
+    def _send_down(self, message: RoutedMessage | MessageBatch) -> None:
         for link in list(self._down):
             link.send(message)
 
@@ -545,7 +469,7 @@ class Router:
         if not ranks:
             return
         was_root, root = self.is_root, self._root
-        heirs = {self._next_root(), self.topology.next_leader(self.rank, self.gone)} if self._patient else set()
+        heirs = {self._next_root(), self.topology.next_leader(self.rank, self.gone)} if self._patient.waiting else set()
         self._departures.clear()
         for rank in ranks:
             self.gone[rank] = how
@@ -561,7 +485,7 @@ class Router:
             self.up = self._up_rank = None
         self._notify_gone(ranks, how)
         if not heirs.isdisjoint(ranks):  # others look for that rank when this one is lost, and must know that it left
-            self._send_patient()
+            self._patient.flush()
         if self.is_root and not was_root:
             now = time.monotonic()
             for other in self.topology.contacts:  # all connect here now; an absent rank is silent from now on

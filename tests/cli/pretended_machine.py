@@ -92,7 +92,7 @@ MODULES = {
     "torch": a_torch(),
     "ctypes": libraries(),
     "importlib.metadata": Metadata(torch="2.15.0", nvidia_nccl_cu13="2.30.7", nccl4py="0.6.0", uvloop="0.22.1"),
-    "asynccomm.backends.nccl.api": binding(),
+    "asynccomm.backends.nccl.bindings": binding(),
     "resource": resource,
 }
 

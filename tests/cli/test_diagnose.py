@@ -1,8 +1,7 @@
-"""Looking at jobs from outside: real ones, started by the launcher or by hand, and the sorting of what is found."""
+"""Looking at jobs from outside: real ones, started by the launcher or by hand."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -19,15 +18,12 @@ from typing import Any
 
 import pytest
 
-from asynccomm.cli import diagnose
-from asynccomm.cli.diagnose import ProcessSocket, doors_in, jobs_of
+from asynccomm.cli import diagnose, jobs
+from asynccomm.cli.jobs import Answer, ProcessTree
 from asynccomm.cli.main import main
-from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.messages import RankAnswer
-from asynccomm.control.transport.connection import Look, Tokens
-from asynccomm.control.transport.framing import MESSAGE_BYTES
-from asynccomm.control.transport.sockets import ListeningSockets, run_name
+from asynccomm.control.transport.connection import Look
 
 DEADLINE = 60.0  # seconds until a condition counts as never met
 
@@ -322,7 +318,7 @@ def test_the_pid_of_a_rank_or_of_the_launcher(hanging: Running, command: Command
     "run", ["no-such-run", str(os.getpid()), "0", "999999999999999999999"], ids=["id", "own pid", "zero", "too large"]
 )
 def test_unknown_run(command: Command, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnose, "_doors_here", list)  # what other tests have started is below this process
+    monkeypatch.setattr(jobs, "doors_here", list)  # what other tests have started is below this process
     code, out, err = command(run)
     assert (code, out) == (2, "")
     assert f"there is no run of yours on this host that is called '{run}' or has such a process" in err
@@ -392,8 +388,8 @@ def test_it_disturbs_nothing(hanging: Running, command: Command) -> None:
 
 
 def test_sockets_of_others_are_left_alone(hanging: Running, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnose, "_owner", lambda pid: None)  # it is not known: so who listens there is looked at
-    monkeypatch.setattr(diagnose.os, "geteuid", lambda: 54321)
+    monkeypatch.setattr(jobs, "_owner", lambda pid: None)  # it is not known: so who listens there is looked at
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
     code, _, err = command(hanging.run)
     assert code == 2
     assert "there is no run of yours" in err
@@ -436,7 +432,7 @@ def test_a_rank_that_waits_for_the_others(start: Start, command: Command, unused
     job.by_hand(unused_port, only=0)
     job.wait_for("rank0")
     pid = job.processes[0].pid
-    wait_until(lambda: any(door.pid == pid for door in diagnose._doors_here()), lambda: "its door")
+    wait_until(lambda: any(door.pid == pid for door in jobs.doors_here()), lambda: "its door")
     code, out, _ = command(pid)
     assert code == 1
     assert f"rank 0 (process {pid}) does not answer: it waits for the others in new_comm, or " in out
@@ -453,14 +449,14 @@ def unused_port() -> int:
 def test_several_runs(start: Start, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of the same id, as torchrun calls them all "none" unless told, and one of another."""
     names = [f"same-{os.getpid()}", f"same-{os.getpid()}", f"other-{os.getpid()}"]
-    jobs = [start(WORKS, 1, name) for name in names]
-    for job in jobs:
+    started = [start(WORKS, 1, name) for name in names]
+    for job in started:
         job.launch()
-    for job in jobs:
+    for job in started:
         job.ready()
-    pids = [job.pids[0] for job in jobs]
-    here = diagnose._doors_here
-    monkeypatch.setattr(diagnose, "_doors_here", lambda: [door for door in here() if door.pid in pids])
+    pids = [job.pids[0] for job in started]
+    here = jobs.doors_here
+    monkeypatch.setattr(jobs, "doors_here", lambda: [door for door in here() if door.pid in pids])
 
     code, out, err = command()
     assert (code, out) == (2, "")
@@ -476,10 +472,10 @@ def test_several_runs(start: Start, command: Command, monkeypatch: pytest.Monkey
         assert (code, out.partition("\n")[0].rpartition(" ")[2]) == (0, str(pid))
     assert command(names[2])[0] == 0
 
-    monkeypatch.setattr(diagnose, "_doors_here", lambda: [door for door in here() if door.pid == pids[2]])
+    monkeypatch.setattr(jobs, "doors_here", lambda: [door for door in here() if door.pid == pids[2]])
     code, out, _ = command()
     assert (code, out.partition(",")[0]) == (0, f"run '{names[2]}'")
-    monkeypatch.setattr(diagnose, "_doors_here", list)
+    monkeypatch.setattr(jobs, "doors_here", list)
     code, _, err = command()
     assert code == 2
     assert err.endswith("error: there is no run of yours on this host\n")
@@ -494,7 +490,7 @@ def test_several_runs(start: Start, command: Command, monkeypatch: pytest.Monkey
     ids=["nothing", "end", "too much", "no end", "no object", "no sockets", "half"],
 )
 def test_nonsense_is_no_answer(command: Command, monkeypatch: pytest.MonkeyPatch, says: bytes | None) -> None:
-    monkeypatch.setattr(diagnose, "KNOCK_SECONDS", 0.3)
+    monkeypatch.setattr(jobs, "KNOCK_SECONDS", 0.3)
     run = f"nonsense-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.bind(f"\0asynccomm/{run}/0/{os.getpid()}/0")
@@ -526,6 +522,13 @@ def test_elsewhere_than_on_linux(command: Command, monkeypatch: pytest.MonkeyPat
     assert "in /proc/net/unix, which darwin does not have" in err
 
 
+def test_a_name_that_no_file_of_the_system_can_show_as_text(command: Command) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(b"\0asynccomm/\xff\n\x85/%d/x" % os.getpid())
+        sock.listen()
+        assert command("no-such-run")[0] == 2
+
+
 @pytest.mark.real_python
 def test_it_needs_no_torch() -> None:
     modules = (
@@ -541,8 +544,8 @@ def test_it_needs_no_torch() -> None:
 # -- what is behind for a moment --------------------------------------------------------------------------------------
 
 
-def said_of(*counts: int) -> diagnose.Answer:
-    said = diagnose.Answer()
+def said_of(*counts: int) -> Answer:
+    said = Answer()
     for rank, count in enumerate(counts):
         answer = {"comm": "world", "size": len(counts), "state": "open", "collectives": count}
         said.add(RankAnswer(rank, {"key": answer}))
@@ -563,11 +566,11 @@ async def test_who_is_behind_for_a_moment_is_not_late(
 ) -> None:
     left = [said_of(*look) for look in looks]
 
-    async def listen(family: diagnose.ProcessTree, look: Look) -> diagnose.Answer:
+    async def listen(family: ProcessTree, look: Look) -> Answer:
         return left.pop(0)
 
-    monkeypatch.setattr(diagnose, "_listen", listen)
-    (view,) = await diagnose._examine(diagnose.ProcessTree(()), False)
+    monkeypatch.setattr(diagnose, "listen", listen)
+    (view,) = await diagnose._examine(ProcessTree(()), False)
     assert not left
     assert view.late == late
     assert text in str(view)
@@ -585,123 +588,3 @@ def test_states_that_are_late() -> None:
     ]
     assert diagnose._late(Diagnosis("comm", tuple(states)), 3) == (1, 2, 3, 4, 5)
     assert diagnose._late(Diagnosis("comm", tuple(states)), 2) == (1, 2, 3, 4)
-
-
-# -- finding and sorting ----------------------------------------------------------------------------------------------
-
-
-def test_sockets_are_found_among_all() -> None:
-    text = "\n".join(
-        [
-            "Num       RefCount Protocol Flags    Type St Inode Path",
-            "0000000000000000: 00000002 00000000 00010000 0001 01 15761 @asynccomm/my run/3/123/abc",
-            "0000000000000000: 00000003 00000000 00000000 0001 03 15762 @asynccomm/my run/3/123/abc",  # a connection
-            "ffff888000000000: 00000002 00000000 00010000 0001 01     7 @asynccomm//0/77/def",
-            "0000000000000000: 00000002 00000000 00010000 0001 01 15763 @asynccomm/run/x/123/abc",
-            "0000000000000000: 00000002 00000000 00010000 0001 01 15764 @asynccomm/run/1/123",
-            "0000000000000000: 00000002 00000000 00010000 0001 01 15765 /run/asynccomm/run/1/123/abc",
-            "0000000000000000: 00000002 00000000 00010000 0001 01 15766",
-            "a line of a name nonsense 0001 with @asynccomm/run/1/1/1",
-            "",
-        ]
-    )
-    first = ProcessSocket("asynccomm/my run/3/123/abc", "my run", 3, 123)
-    assert doors_in(text) == [first, ProcessSocket("asynccomm//0/77/def", "", 0, 77)]
-
-
-def test_a_name_that_no_file_of_the_system_can_show_as_text(command: Command) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.bind(b"\0asynccomm/\xff\n\x85/%d/x" % os.getpid())
-        sock.listen()
-        assert command("no-such-run")[0] == 2
-
-
-@pytest.mark.parametrize("run", ["plain", "a b/c", "é" * 50, "line\nline\x1b"])
-def test_a_run_is_found_by_what_it_was_called(run: str) -> None:
-    doors = ListeningSockets(3, run)
-    try:
-        found = [door for door in diagnose._doors_here() if door.name == doors.contact.local]
-        assert found == [ProcessSocket(doors.contact.local, run_name(run), 3, os.getpid())]
-    finally:
-        doors.close()
-
-
-def door(run: str, rank: int, pid: int, number: int = 0) -> ProcessSocket:
-    return ProcessSocket(f"asynccomm/{run}/{rank}/{pid}/{number}", run, rank, pid)
-
-
-def sorted_by(knocks: dict[ProcessSocket, list[ProcessSocket] | None]) -> list[set[ProcessSocket]]:
-    names = {each: None if family is None else [one.name for one in family] for each, family in knocks.items()}
-    return [set(job.doors) for job in jobs_of(names)]
-
-
-def test_families_are_kept_apart_unless_they_share_a_process() -> None:
-    a, b = [door("run", rank, 10 + rank) for rank in (0, 1)], [door("run", rank, 20 + rank) for rank in (0, 1)]
-    knocks: dict[ProcessSocket, list[ProcessSocket] | None] = {a[0]: a, a[1]: a, b[0]: b, b[1]: b}
-    assert sorted_by(knocks) == [set(a), set(b)]
-    both = [door("run", 0, 11, 1), door("run", 1, 20, 1)]  # another comm, of one process of each
-    assert sorted_by(knocks | dict.fromkeys(both, both)) == [{*a, *b, *both}]
-
-
-def test_who_does_not_open_is_where_the_others_say() -> None:
-    a = [door("run", rank, 10 + rank) for rank in range(3)]
-    (job,) = jobs_of({a[0]: None, a[1]: [one.name for one in a], a[2]: [one.name for one in a]})
-    (family,) = job.families
-    assert family.doors == tuple(a)
-    assert family.opened == (a[1], a[2])
-
-
-def test_who_is_in_no_family_that_opens() -> None:
-    a, b = [door("run", 0, 10)], [door("run", 0, 20)]
-    lone, own = door("run", 1, 30), door("run", 0, 10, 5)
-    assert sorted_by({a[0]: a, own: None}) == [{a[0], own}]  # its process tells
-    assert sorted_by({a[0]: a, lone: None}) == [{a[0], lone}]  # nothing else has that name
-    assert sorted_by({a[0]: a, b[0]: b, lone: None}) == [{*a}, {*b}, {lone}]
-    more = door("run", 2, 31)
-    assert sorted_by({a[0]: a, b[0]: b, lone: None, more: None}) == [{*a}, {*b}, {lone, more}]
-    assert sorted_by({lone: None, more: None, door("other", 0, 1): None}) == [{door("other", 0, 1)}, {lone, more}]
-    nameless = [door("", rank, 40 + rank) for rank in range(3)]
-    first, second, third = nameless  # without an id, they need not have anything to do with each other
-    assert sorted_by({first: [first, second], second: None, third: None}) == [{first, second}, {third}]
-
-
-# -- the other end ----------------------------------------------------------------------------------------------------
-
-
-class Talker:
-    """A member that says more than fits into a message if it is asked for stacks."""
-
-    def __init__(self) -> None:
-        self.lost: list[int] = []
-
-    def on_news(self, rank: int, item: dict[str, Any]) -> None: ...
-
-    def on_departure(self, rank: int, how: str) -> None:
-        self.lost.append(rank)
-
-    def on_request(self, question: dict[str, Any]) -> dict[str, Any]:
-        return {"comm": "world", "size": 2} | ({"stacks": "x" * MESSAGE_BYTES} if question.get("stacks") else {})
-
-    def prints(self) -> tuple[int, list[Any]]:
-        return 2, []
-
-
-async def test_stacks_that_are_too_long_are_left_out() -> None:
-    """Else whoever asks would cost the rank its connection."""
-    doors = [ListeningSockets(rank, f"talks-{os.getpid()}") for rank in range(2)]
-    contacts, tokens = [each.contact for each in doors], Tokens.random()
-    channels = await asyncio.gather(*(ControlChannel.open(rank, contacts, tokens, doors[rank]) for rank in range(2)))
-    members = [Talker(), Talker()]
-    try:
-        for one, member in zip(channels, members, strict=True):
-            assert one is not None
-            one.subscribe("key", member)
-        found = ProcessSocket.of_name(contacts[0].local)
-        assert found is not None
-        said = await diagnose._listen(diagnose.ProcessTree((found,), (found,)), Look(True))
-        assert said.answers == {rank: {"key": {"comm": "world", "size": 2}} for rank in range(2)}
-        assert not any(member.lost for member in members)
-    finally:
-        for one in channels:
-            assert one is not None
-            await one.aclose()

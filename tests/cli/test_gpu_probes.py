@@ -83,7 +83,7 @@ def test_nccl_where_there_is_none() -> None:
     modules = {
         "torch": a_torch(None, nccl=()),
         "importlib__metadata": Metadata(),
-        "asynccomm__backends__nccl__api": binding(BackendError("nccl4py is missing")),
+        "asynccomm__backends__nccl__bindings": binding(BackendError("nccl4py is missing")),
     }
     section = probe("nccl", machine(**modules))
     assert set(section.facts.values()) == {None, "nccl4py is missing"}
@@ -91,7 +91,7 @@ def test_nccl_where_there_is_none() -> None:
 
 
 def test_nccl_where_it_is_needed() -> None:
-    system = machine(torch=a_torch(gpus=1), asynccomm__backends__nccl__api=binding(BackendError("install it")))
+    system = machine(torch=a_torch(gpus=1), asynccomm__backends__nccl__bindings=binding(BackendError("install it")))
     check(probe("nccl", system), {"binding": "install it"}, [("backend 'nccl' cannot be used: install it", True)])
 
 

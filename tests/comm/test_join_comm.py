@@ -23,7 +23,7 @@ from asynccomm import (
     join_comm,
     new_comm,
 )
-from asynccomm.comm import new_comm as new_comm_module
+from asynccomm.comm import join_comm as join_comm_module
 from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.control.membership import joiner as guest_module
 from asynccomm.rendezvous import lobby as newcomers_module
@@ -216,7 +216,7 @@ async def test_a_device_that_the_backend_does_not_take(monkeypatch: pytest.Monke
     store = MemoryStore()
     async with world(1, store) as comms:
         coming = joining(store)
-        monkeypatch.setattr(new_comm_module, "load_backend", fail)
+        monkeypatch.setattr(join_comm_module, "load_backend", fail)
         (name,) = await waiting(comms[0], 1)
         found = await together([comms[0].reconfigure([0, name], timeout=600), coming])
         assert isinstance(found[1], RendezvousError)
@@ -253,7 +253,7 @@ async def test_one_that_dies_while_they_connect(monkeypatch: pytest.MonkeyPatch)
         await asyncio.Event().wait()
 
     async with world(2, store) as comms:
-        monkeypatch.setattr(new_comm_module, "bootstrap", dies)
+        monkeypatch.setattr(join_comm_module, "bootstrap", dies)
         coming = joining(store)
         (name,) = await waiting(comms[0], 1)
         found = await together([comm.reconfigure([0, 1, name], timeout=600) for comm in comms])
@@ -307,7 +307,7 @@ async def test_it_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BackendError("no route")
 
     async with world(2, store) as comms:
-        monkeypatch.setattr(new_comm_module, "bootstrap", fail)
+        monkeypatch.setattr(join_comm_module, "bootstrap", fail)
         coming = joining(store)
         (name,) = await waiting(comms[0], 1)
         errors = await together([*(comm.reconfigure([0, 1, name]) for comm in comms), coming])
@@ -380,7 +380,7 @@ async def test_a_rank_dies_while_all_connect(monkeypatch: pytest.MonkeyPatch) ->
         return await bootstrap(place, group, *arguments, **more)
 
     async with world(3, store) as comms:
-        monkeypatch.setattr(new_comm_module, "bootstrap", watched)
+        monkeypatch.setattr(join_comm_module, "bootstrap", watched)
         coming = joining(store)
         (name,) = await waiting(comms[1], 1)
         calls = [asyncio.ensure_future(_await(comm.reconfigure([0, 1, 2, name]))) for comm in comms]

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asynccomm.control import patient
 from asynccomm.control import router as module
-from asynccomm.control.messages import ALL, ROOT, News, Reply
+from asynccomm.control.messages import ALL, ROOT, News, Reply, RoutedMessage
 from asynccomm.control.transport.schema import JsonObject, MessageError
 from tests.sampling import examples
 
@@ -280,19 +281,20 @@ def receive_all(tree: Tree) -> None:
 
 
 def test_an_heir_keeps_what_waits_and_forgets_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT", 2)
+    monkeypatch.setattr(patient, "HELD", 2)
     tree = up("aaaa")
     root, heir = tree.places[0], tree.places[1]
     for number in range(4):
         tree.places[2].router.send(ALL, News("comm", {"what": number}), patient=True)
         receive_all(tree)
-    assert [len(each.router._held) for each in tree.places] == [0, 3, 0, 0], "the first did not wait"
+    assert [len(each.router._entrusted) for each in tree.places] == [0, 3, 0, 0], "the first did not wait"
     assert heir.news() == [0]
     tree.settle()
     assert heir.news() == [0, 1, 2, 3]
+    known = RoutedMessage(ALL, 2, News("comm", {"what": 3}), 4, patient=True, held=True)
     for _ in range(6):
-        heir.router._hold(heir.router._held[0])
-    assert heir.router._held == []
+        heir.router._entrusted.add(known)
+    assert len(heir.router._entrusted) == 0
     root.kill()
     tree.settle()
     assert all(place.news() == [0, 1, 2, 3] for place in tree.running)
@@ -312,7 +314,7 @@ def test_equal_news_of_many_ranks_reach_each_rank_once_from_each() -> None:
     tree.settle()
     for place in tree.places:
         assert sorted(source for source, body in place.heard if isinstance(body, News)) == list(range(8))
-    assert any(message.also for message in tree.places[7].router._log), "they came as one"
+    assert any(message.also for message in tree.places[7].router._log.recent), "they came as one"
 
 
 def test_who_is_alone_leaves_at_once() -> None:

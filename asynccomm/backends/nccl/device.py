@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, final
 import torch
 from torch import Tensor
 
-from asynccomm.backends.nccl.poller import EventPool
+from asynccomm.backends.nccl.event_pool import EventPool
 from asynccomm.errors import BackendError
 
 #: Held around every group of NCCL calls: NCCL does not allow concurrent calls for one device from several threads, even

@@ -16,7 +16,6 @@ held for bookkeeping only, never for a query or a callback.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import math
 import os
@@ -27,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, Final, Generic, Protocol, TypeVar, final
 
+from asynccomm.backends.nccl.timer_fd import TimerFd
 from asynccomm.errors import BackendError, BrokenError, ClosedError
 
 # All values from bench/completion.py, on 2 shared cores. A query takes 15 us of CPU time after a short sleep and 45 us
@@ -40,7 +40,6 @@ MOST_NAP: Final = 20e-3
 QUESTION_SECONDS: Final = 5e-3
 CLOSE_SECONDS: Final = 5.0  # for events in flight when the poller is closed
 STUCK_SECONDS: Final = 2.0  # for a query or a callback to return before the thread is abandoned
-POOLED: Final = 256  # most events in a pool
 
 E = TypeVar("E")
 E_contra = TypeVar("E_contra", contravariant=True)
@@ -79,36 +78,6 @@ class _EventQueue(Generic[E]):
         self.entries: deque[tuple[E, Done]] = deque()
         self.since = 0.0  # time at which the head became the head
         self.busy = False  # a thread handles the stream; all others must not
-
-
-@final
-class _TimerFd:
-    """A timerfd: an alarm for one sleeping thread, which other threads can set while it sleeps.
-
-    The timeouts of locks and sleeps fire 50 us late on Linux, and only the sleeping thread can set them. The calls keep
-    the GIL: to release it costs more, and would wake threads that wait for it.
-    """
-
-    def __init__(self) -> None:
-        self._libc = ctypes.PyDLL(None, use_errno=True)
-        self._fd = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
-        if self._fd < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_create failed")
-        self._spec = (ctypes.c_long * 4)()  # struct itimerspec: interval (2 words), seconds, nanoseconds
-        self._address = ctypes.byref(self._spec)
-
-    def set(self, seconds: float) -> None:
-        """End the current or the next wait in ``seconds``; replaces the previous setting. One caller at a time."""
-        spec = self._spec
-        nanoseconds = 0 if seconds == math.inf else max(1, round(seconds * 1e9))  # 0: never
-        spec[2], spec[3] = divmod(nanoseconds, 1_000_000_000)
-        self._libc.timerfd_settime(self._fd, 0, self._address, None)
-
-    def wait(self) -> None:
-        os.read(self._fd, 8)
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 @final
@@ -169,7 +138,7 @@ class Poller(Generic[E]):
     def _begin(self) -> None:
         """Set the initial state, without a thread."""
         self._lock = threading.Lock()
-        self._alarm: _TimerFd | None = None  # the thread's alarm, while it runs
+        self._alarm: TimerFd | None = None  # the thread's alarm, while it runs
         self._wakes = -math.inf  # time of the thread's next sweep; if not in the future, the thread is awake
         self._asks = math.inf  # time at which the thread must wake for the next check
         self._lines: dict[Hashable, _EventQueue[E]] = {}  # the streams with events, or with a thread that handles them
@@ -255,7 +224,7 @@ class Poller(Generic[E]):
         if self._closed:
             raise ClosedError("the poller of CUDA events has been closed")
         if self._thread is None:
-            self._alarm = alarm = _TimerFd()
+            self._alarm = alarm = TimerFd()
             self._wakes = -math.inf
             self._thread = threading.Thread(target=self._run, args=(alarm,), name=self._name, daemon=True)
             self._thread.start()
@@ -272,7 +241,7 @@ class Poller(Generic[E]):
         self._wakes = when
         self._alarm.set(when - now)
 
-    def _run(self, alarm: _TimerFd) -> None:
+    def _run(self, alarm: TimerFd) -> None:
         unfit: BrokenError | None = None
         try:
             self._probe.enter()
@@ -435,33 +404,6 @@ def _broken(exc: Exception) -> BrokenError:
     error = BackendError(f"CUDA events cannot be queried: {type(exc).__name__}: {exc}")
     error.__cause__ = exc
     return error
-
-
-@final
-class EventPool(Generic[E]):
-    """A pool of events to reuse: creating an event costs more than recording it. From any thread.
-
-    An event may be given back once no thread will query it and no stream will be made to wait for it.
-
-    Args:
-        make: creates an event.
-        limit: number of events kept; others are dropped.
-    """
-
-    def __init__(self, make: Callable[[], E], limit: int = POOLED) -> None:
-        self._make = make
-        self._free: deque[E] = deque(maxlen=limit)
-
-    def take(self) -> E:
-        """An unused event."""
-        try:
-            return self._free.pop()  # the latest: the driver's data of it is still in the CPU's cache
-        except IndexError:
-            return self._make()
-
-    def give(self, event: E) -> None:
-        """Put ``event`` back."""
-        self._free.append(event)
 
 
 _pollers: weakref.WeakSet[Poller[Any]] = weakref.WeakSet()

@@ -7,7 +7,8 @@ from typing import final
 
 import torch
 
-from asynccomm.backends.nccl.api import Nccl, load
+from asynccomm.backends.nccl.api import Nccl
+from asynccomm.backends.nccl.bindings import load
 from asynccomm.backends.nccl.device import Cuda, Device, Event
 from asynccomm.backends.nccl.poller import Poller
 

@@ -1,11 +1,11 @@
 """The shm backend: CPU collectives through shared memory, between ranks on one machine; Linux only.
 
 The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory ordering), ``segment``, ``handshake``
-and ``bootstrap`` (creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``board``,
-``arena`` and ``peer_memory`` (tensors that ranks lend each other),
-``reduction``, ``programs``, ``reference`` and ``executor`` (steps of collectives), ``schedule`` and ``lowering``
-(programs of operations), ``fast_path`` (small collectives in C), ``doorbell``, ``progress_thread`` and ``engine``
-(waking ranks, and making progress). ``bakery``, ``window_parts`` and ``windows`` are beside these.
+and ``bootstrap`` (creating and sharing a segment), ``rings``, ``endpoint``, ``message_fields`` and ``p2p`` (point to
+point), ``board``, ``arena`` and ``peer_memory`` (tensors that ranks lend each other), ``reduction``, ``programs``,
+``reference`` and ``executor`` (steps of collectives), ``schedule`` and ``lowering`` (programs of operations),
+``fast_path`` (small collectives in C), ``doorbell``, ``rank_words``, ``progress_thread`` and ``engine`` (waking ranks,
+and making progress). ``bakery``, ``window_parts`` and ``windows`` are beside these.
 """
 
 from __future__ import annotations

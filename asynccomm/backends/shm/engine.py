@@ -33,11 +33,12 @@ from asynccomm.backends.shm.doorbell import Bell, Bells
 from asynccomm.backends.shm.executor import NO_WAIT, Executor, Pace
 from asynccomm.backends.shm.fast_path import Limits, fast_path
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.layout import Layout, State, Word
+from asynccomm.backends.shm.layout import Layout, State
 from asynccomm.backends.shm.lowering import start
 from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.peer_memory import PeerMemory
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
+from asynccomm.backends.shm.rank_words import RankWords
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
@@ -83,15 +84,7 @@ class Engine:
         self._worker = worker
         self.inline_bytes: int = settings.inline_bytes  #: operations up to this size run where they are called
         self._whole_bytes = settings.whole_bytes
-        self._words = words
-        self._state = layout.word(group.rank, Word.STATE)
-        self._states = [layout.word(rank, Word.STATE) for rank in range(group.size)]
-        self._place = layout.word(group.rank, Word.PLACE)
-        self._withdrawn = layout.word(group.rank, Word.WITHDRAWN)
-        homes = [(member.host, member.pid) for member in context.members]
-        self._places = [  # without ranks of this process, which share one progress thread
-            layout.word(rank, Word.PLACE) for rank, home in enumerate(homes) if home != homes[group.rank]
-        ]
+        self._lifecycle = RankWords(group.rank, layout, words, context.members)
         # none of these may refer to this engine: a cycle would keep the segment until the next garbage collection
         self._bells = Bells(group.rank, layout, words, fence, mapping.bells)
         core = load_core()
@@ -374,7 +367,7 @@ class Engine:
                 turn = ProgressResult.MOVED if self._step(one=True, pace=self._pace()) else ProgressResult.STUCK
             if self._position.dead or not (self._large or self._waited):
                 self._with_worker = False
-                self._words[self._place] = 0
+                self._lifecycle.leave_cpu()
                 turn = ProgressResult.OVER
                 if not self._position.dead:
                     self._run(0.0, True)  # the event loop drives the remaining operations
@@ -404,7 +397,7 @@ class Engine:
             if self._position.dead or not (self._large or self._waited):
                 return False  # the next turn is the last
             self._dozing = True
-            self._words[self._place] = 0
+            self._lifecycle.leave_cpu()
             self._bells.arm(Bell.WORKER)
             if self._step(one=True):
                 self._dozing = False
@@ -416,9 +409,7 @@ class Engine:
 
     def settle_on(self, cpu: int) -> list[int]:
         """Publish that the progress thread runs on ``cpu``; returns the CPUs of other processes' progress threads."""
-        words = self._words
-        words[self._place] = cpu + 1
-        return [place - 1 for word in self._places if (place := words[word])]
+        return self._lifecycle.settle_on(cpu)
 
     def failed(self, exc: BaseException) -> None:
         """Break the comm after an exception has left an operation half done: it would otherwise never finish."""
@@ -431,7 +422,7 @@ class Engine:
 
     def ended(self, rank: int) -> None:
         """Handle EOF on the liveness pipe of ``rank``. On the progress thread."""
-        state = self._words[self._states[rank]]
+        state = self._lifecycle.state_of(rank)
         if self._position.dead:
             return
         if state == State.LEFT:
@@ -482,23 +473,18 @@ class Engine:
     def leave(self) -> None:
         """Publish that this rank leaves, so that the peers take the EOF on its pipe for an orderly close."""
         self._position.dead = True
-        if self._words[self._state] == State.HERE:
-            self._words[self._state] = State.LEFT
-        Fence().full()  # the engine's own fence belongs to the lock holder
+        self._lifecycle.end(State.LEFT)
         self._executor.interrupt()
 
     def withdraw_tensors(self) -> None:
         """Make peers fail that read this rank's tensors from now on: see ``programs``. From any thread."""
-        self._words[self._withdrawn] = 1
-        Fence().full()  # the engine's own fence belongs to the lock holder
+        self._lifecycle.withdraw_tensors()
 
     def abort(self) -> None:
         """Drop all operations now, or when the driving thread releases the lock. From any thread."""
         self._position.dead = True
         self.withdraw_tensors()
-        if self._words[self._state] == State.HERE:
-            self._words[self._state] = State.ABORTED
-            Fence().full()  # the engine's own fence belongs to the lock holder
+        self._lifecycle.end(State.ABORTED)
         self._executor.interrupt()
         if self._lock.acquire(blocking=False):
             self._release()

@@ -1,11 +1,10 @@
 """Send and receive through the rings: matching and protocol, without a thread, an event loop, a lock or a wait.
 
 ``endpoint.py`` defines how messages travel. This module matches each message to a receive, by source and tag: an
-unexpected message or offer when the receive is posted, any other message when it arrives. The tag in a frame includes
-the channel, so a tensor never matches the receive of a parcel. A tensor's dtype and length are checked when it is
-matched. The destination of a parcel is determined when its head is complete, in the order in which parcels of one
-source and tag were sent: a matched parcel waits in a queue, unexpected or not cleared yet, while the head of an earlier
-parcel is in flight.
+unexpected message or offer when the receive is posted, any other message when it arrives. A tensor's dtype and length
+are checked when it is matched. The destination of a parcel is determined when its head is complete, in the order in
+which parcels of one source and tag were sent: a matched parcel waits in a queue, unexpected or not cleared yet, while
+the head of an earlier parcel is in flight.
 
 Every frame can be processed on arrival: offers and short messages are stored, a CLEAR starts its send, and DATA has a
 destination. Rings therefore always drain, and a frame that finds its ring full is written when there is room.
@@ -21,8 +20,6 @@ from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, final
-
-from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
@@ -42,18 +39,16 @@ from asynccomm.backends.shm.endpoint import (
 )
 from asynccomm.backends.shm.executor import NO_WAIT, Pace
 from asynccomm.backends.shm.fence import Fence
+from asynccomm.backends.shm.message_fields import check_first, describe, outgoing, tag_of
 from asynccomm.backends.shm.rings import LinkState, Mapped
 from asynccomm.backends.shm.vectors import address_of, spans
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import MessageSpace, PeerOp, PeerParcel, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops import MessageSpace, PeerOp, Recv, RecvParcel, Send
 from asynccomm.ops.dtypes import BY_CODE, CODES
-from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 
 if TYPE_CHECKING:
     from asynccomm.backends.shm import _core
-
-assert MessageSpace.TENSORS.key(MAX_TAG) == MAX_TAG  # larger tags are those of parcels
 
 
 @final
@@ -123,13 +118,13 @@ class Messages:
             if submission.claim is not None and submission.claim.winner is not None:
                 self._tally.over(submission)
                 return
-            tag = _tag(op)
+            tag = tag_of(op)
             found = self._matching.post(submission, op.peer, tag)
             if found is not None:
                 self._take_kept(submission, tag, *found)
             return
         assert op.peer is not None
-        message = _outgoing(submission)
+        message = outgoing(submission)
         if op.peer == self._rank:
             self._send_to_self(message)
             return
@@ -151,7 +146,7 @@ class Messages:
         while self._withdrawn:
             receive = self._withdrawn.popleft()
             assert isinstance(receive.op, PeerOp)
-            if self._matching.withdraw_one(receive, _tag(receive.op)):
+            if self._matching.withdraw_one(receive, tag_of(receive.op)):
                 self._tally.over(receive)
                 moved = True
         words = self._words
@@ -226,7 +221,7 @@ class Messages:
     def unreceived(self) -> list[str]:
         """The short messages of other ranks that no receive has taken, in words; a long one is known to its sender."""
         return [
-            _describe(source, *MessageSpace.of_key(tag), message)
+            describe(source, tag, message)
             for source, tag, message in self._matching.kept()
             if isinstance(message, Kept) and MessageSpace.of_key(tag)[0] is not MessageSpace.INTERNAL
         ]
@@ -273,7 +268,7 @@ class Messages:
             self._ring(link.peer)
 
     def _short_came(self, link: Link, tag: int, extra: int, length: int, nbytes: int) -> None:
-        _check(link, tag, extra, length, nbytes)
+        check_first(link.peer, tag, extra, length, nbytes)
         link.short_came(nbytes)
         receive = self._matching.claim(link.peer, tag)
         at = link.reader.payload
@@ -293,7 +288,7 @@ class Messages:
             self._arrived(arrival, link.peer)
 
     def _offer_came(self, link: Link, tag: int, offer: Offer) -> None:
-        _check(link, tag, offer.extra, offer.length)
+        check_first(link.peer, tag, offer.extra, offer.length)
         receive = self._matching.claim(link.peer, tag)
         if receive is None:
             link.keep_offer()
@@ -370,7 +365,7 @@ class Messages:
         """Begin to receive the queued parcels behind ``first``, whose head is complete."""
         op = first.receive.op
         assert isinstance(op, RecvParcel)
-        tag = _tag(op)
+        tag = tag_of(op)
         line = link.lines[tag]
         line.popleft()
         while line and self._open(link, *line[0]):
@@ -451,47 +446,3 @@ def _take(tally: Tally, receive: Submission) -> bool:
         return True
     tally.over(receive)
     return False
-
-
-def _tag(op: PeerOp) -> int:
-    """The tag in frames: an operation's tag and channel as one number."""
-    assert not isinstance(op, PeerParcel) or op.channel is not MessageSpace.TENSORS, f"{op} would meet tensors"
-    return op.key
-
-
-def _describe(source: int, space: MessageSpace, tag: int, message: Kept) -> str:
-    content = "an item of a stream"
-    if space is MessageSpace.TENSORS:
-        content = f"{str(BY_CODE[message.extra]).removeprefix('torch.')}[{message.length}]"
-    elif space is MessageSpace.OBJECTS:
-        content = f"an object of {len(message.data)} bytes"
-    return f"{content} of rank {source}" + (f", tag={tag}" if tag else "")
-
-
-def _outgoing(submission: Submission) -> Outgoing:
-    op = submission.op
-    if isinstance(op, Send):
-        return Outgoing(submission, op.tag, CODES[op.dtype], op.numel, submission.inputs, op.nbytes)
-    assert isinstance(op, SendParcel)
-    (parcel,) = submission.parcels
-    head, payload = len(parcel.head), parcel.nbytes
-    assert head <= MAX_HEAD, f"a head of {head} bytes, of which {MAX_HEAD} are taken"
-    parts: tuple[Tensor | bytes, ...] = (parcel.head, *parcel.tensors)
-    return Outgoing(submission, _tag(op), head, payload, parts, head + payload)
-
-
-def _check(link: Link, tag: int, extra: int, length: int, nbytes: int | None = None) -> None:
-    """Check the lengths in the first frame of a message. Raises BackendError.
-
-    Args:
-        nbytes: bytes of the content if the frame holds all of it.
-    """
-    if tag > MAX_TAG:
-        if extra > MAX_HEAD:
-            raise BackendError(f"rank {link.peer} sends a head of {extra} bytes, of which {MAX_HEAD} are taken")
-        if nbytes is not None and extra + length != nbytes:
-            raise BackendError(f"rank {link.peer} sent {nbytes} bytes for a parcel of {extra} and {length}")
-    elif nbytes is not None:
-        dtype = BY_CODE.get(extra)
-        if dtype is not None and length * dtype.itemsize != nbytes:
-            raise BackendError(f"rank {link.peer} sent {nbytes} bytes for {dtype}[{length}]")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from asynccomm.backends.nccl import api
+from asynccomm.backends.nccl.bindings import load
 
 
 def run(source: str, settings: dict[str, str]) -> dict[str, object]:
@@ -38,6 +39,6 @@ def window(address: int) -> api.NcclWindowHandle:
     return bindings.Window(address)
 
 
-scope = {"nccl": api.load(), "comm": comm, "window": window, "Config": api.Config, "kept": {}}
+scope = {"nccl": load(), "comm": comm, "window": window, "Config": api.Config, "kept": {}}
 for line in sys.stdin:
     print(json.dumps(run(**json.loads(line))), flush=True)

@@ -15,7 +15,7 @@ import torch
 
 from asynccomm.backends.nccl import device as module
 from asynccomm.backends.nccl.device import Cuda
-from asynccomm.backends.nccl.poller import POOLED
+from asynccomm.backends.nccl.event_pool import POOLED
 from asynccomm.errors import BackendError
 
 DEVICE = torch.device("cuda", 1)

@@ -122,7 +122,7 @@ async def test_nothing_runs_and_tensors_stay_as_they_were(world: World) -> None:
             assert await asyncio.wrap_future(future) == pytest.approx(SECONDS)
         for backend, had in zip(backends, before, strict=True):
             assert backend.nccl.calls[len(had) :] == GROUPS
-            assert backend._last is None, "nothing is in flight"
+            assert backend._collectives._last is None, "nothing is in flight"
         await asyncio.gather(*(comm.all_reduce(torch.ones(7)) for comm in comms))  # what would run the leftovers
         for each in calls:
             assert all(tensor.eq(1).all() for call in each for tensor in (*call.inputs, *call.outputs))
@@ -132,11 +132,11 @@ async def test_what_is_known_is_estimated_in_the_call_and_by_one_rank_alone(worl
     async with world(2) as comms:
         await asyncio.gather(*(comm.all_reduce(torch.ones(1000)) for comm in comms))
         backend = backend_of(comms[0])
-        await until(lambda: not backend._waiting)
+        await until(lambda: not backend._collectives.waiting)
         future = backend.estimate(batch(some(comms[0])[0]))
         assert future.done()
         assert future.result() == pytest.approx(5e-6)
-        assert not backend._waiting
+        assert not backend._collectives.waiting
 
 
 async def test_nothing_is_queued_on_a_stream(world: World, events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ async def test_connecting_for_it_keeps_its_place_and_holds_up_nobody(world: Worl
         behind = comms[0].all_reduce(torch.ones(7))
         await until(lambda: backends[0].nccl.calls.count("?") == 1)
         assert not future.done()
-        assert backends[0]._waiting == 2
+        assert backends[0]._collectives.waiting == 2
         assert not future.cancel(), "rank 1 may be waiting for it"
         other = backends[1].estimate(batch(*some(comms[1])))
         comms[1].all_reduce(torch.ones(7))
@@ -172,7 +172,7 @@ async def test_what_is_known_does_not_overtake_what_waits(world: World) -> None:
     async with world(2) as comms:
         await asyncio.gather(*(comm.all_reduce(torch.ones(1000)) for comm in comms))
         backend = backend_of(comms[0])
-        await until(lambda: not backend._waiting)
+        await until(lambda: not backend._collectives.waiting)
         for group in backend.nccl.groups.values():
             group.known.clear()  # NCCL waits for rank 1, as for the first of a kind
         ahead = comms[0].all_reduce(torch.ones(7))
@@ -217,7 +217,7 @@ async def test_what_has_no_estimate_is_refused_before_nccl_is_asked(world: World
             with pytest.raises(NotImplementedError, match="which it makes of messages"):
                 backend.estimate(batch(*some(comm), call))
         assert backend.nccl.calls == before
-        assert not backend._waiting
+        assert not backend._collectives.waiting
 
 
 @pytest.mark.parametrize(("size", "hints"), [(1, {}), (2, {"blocking": "0"})])
@@ -240,7 +240,7 @@ async def test_a_call_that_nccl_refuses(world: World) -> None:
     async with world(2) as comms:
         await asyncio.gather(*(comm.all_reduce(torch.ones(1000)) for comm in comms))
         backend = backend_of(comms[0])
-        await until(lambda: not backend._waiting)
+        await until(lambda: not backend._collectives.waiting)
         backend.nccl.fail["all_reduce"] = "NCCL could not start all_reduce: invalid argument"
         future = backend.estimate(batch(some(comms[0])[0]))
         with pytest.raises(BrokenError, match=r"nccl could not start all_reduce\(.*invalid argument"):

@@ -310,7 +310,7 @@ def waiting_in(comm: Comm) -> int:
 def held_stream(comm: Comm) -> Iterator[threading.Event]:
     """Collectives of NCCL alone do not pass on ``comm`` until the event is set."""
     gate = threading.Event()
-    backend_of(comm)._communicator.stream.put(gate.wait)
+    backend_of(comm)._collectives.communicator.stream.put(gate.wait)
     try:
         yield gate
     finally:
@@ -347,7 +347,7 @@ async def warm(comms: Sequence[Comm]) -> None:
     """What is called later is issued at once."""
     for _ in range(2):
         await asyncio.gather(*(comm.all_reduce(torch.ones(7)) for comm in comms))
-    await until(lambda: not any(backend_of(comm)._waiting for comm in comms))
+    await until(lambda: not any(backend_of(comm)._collectives.waiting for comm in comms))
 
 
 @pytest.mark.parametrize("held", [0, 1])
@@ -746,7 +746,7 @@ async def test_what_has_waited_and_cannot_be_started_breaks_the_comm(
         if kind == "parcels":
             monkeypatch.setattr(backend._messenger, "collective", fail)
         elif kind == "barrier":
-            monkeypatch.setattr(backend, "_after_all", fail)
+            monkeypatch.setattr(backend._collectives, "after_all", fail)
         else:
             backend.nccl.fail["all_reduce"] = "no luck"
         y = mine(comms[1])

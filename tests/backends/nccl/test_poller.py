@@ -21,13 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.backends.nccl import poller as module
+from asynccomm.backends.nccl.event_pool import EventPool
 from asynccomm.backends.nccl.poller import (
     HEAD_START,
     LEAST_NAP,
     MOST_NAP,
     NAP_SHARE,
     SPIN_SECONDS,
-    EventPool,
     Poller,
     sleep_seconds,
 )
@@ -135,7 +135,7 @@ class Time:
         self.now = 0.0
         self.naps: list[float] = []
         self.at: list[tuple[float, Callable[[], object]]] = []
-        monkeypatch.setattr(module, "_TimerFd", lambda: TimedAlarm(self))
+        monkeypatch.setattr(module, "TimerFd", lambda: TimedAlarm(self))
 
     def __call__(self) -> float:
         self.now += 1e-6
@@ -863,27 +863,6 @@ class Made:
     def make(self) -> Flag:
         self.made.append(Flag(len(self.made)))
         return self.made[-1]
-
-
-def test_the_pool_uses_events_again() -> None:
-    made = Made()
-    pool = EventPool(made.make)
-    first = pool.take()
-    assert pool.take() is not first
-    pool.give(first)
-    assert pool.take() is first
-    assert len(made.made) == 2
-
-
-def test_the_pool_is_bounded() -> None:
-    made = Made()
-    pool = EventPool(made.make, limit=3)
-    taken = [pool.take() for _ in range(5)]
-    for event in taken:
-        pool.give(event)
-    again = [pool.take() for _ in range(5)]
-    assert again[:3] == taken[:1:-1]
-    assert again[3:] == made.made[5:], "no more than three were kept"
 
 
 @examples(50)

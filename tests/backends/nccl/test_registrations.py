@@ -19,7 +19,7 @@ from .test_backend import backend_of, until
 
 def registered(comm: Comm) -> list[tuple[int, int]]:
     """The memory that NCCL knows of, by address and size."""
-    handle = backend_of(comm)._communicator._handle
+    handle = backend_of(comm)._collectives.communicator._handle
     assert isinstance(handle, SimulatedComm)
     return sorted(handle.registered.values())
 
@@ -62,7 +62,7 @@ async def test_a_deregistration_waits_for_earlier_collectives(world: World) -> N
         await asyncio.gather(*(comm.all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)))
         await comms[0].register(tensors[0])
         gate = threading.Event()
-        backend_of(comms[0])._communicator.stream.put(lambda: gate.wait(LIMIT))
+        backend_of(comms[0])._collectives.communicator.stream.put(lambda: gate.wait(LIMIT))
         works = [comm.all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)]
         task = asyncio.ensure_future(comms[0].deregister(tensors[0]))
         await asyncio.sleep(0.05)

@@ -99,7 +99,8 @@ async def test_workers_that_are_awake_say_where(comm: Comm) -> None:
     assert engine.settle_on(10 + comm.rank) == [11 - comm.rank]
     await comm.barrier()
     await comm.all_reduce(torch.ones(LARGE))  # wakes the workers, which then go to sleep
-    await until(lambda: not any(engine._words[word] for word in [engine._place, *engine._places]))
+    places = [engine._board.layout.word(rank, Word.PLACE) for rank in range(2)]
+    await until(lambda: not any(engine._board._words[place] for place in places))
 
 
 async def test_the_worker_of_several_ranks_does_not_keep_off_itself() -> None:
@@ -190,7 +191,7 @@ async def sleeper_of(comm: Comm, rank: int) -> None:
     """Wait until the progress thread of ``rank`` sleeps."""
     engine = engine_of(comm)
     word = engine._board.layout.word(rank, Word.SLEEPING) + Bell.WORKER
-    await until(lambda: bool(engine._words[word]))
+    await until(lambda: bool(engine._board._words[word]))
 
 
 @pytest.mark.ranks(2, backend="shm")
@@ -235,7 +236,7 @@ async def test_a_rank_that_leaves_wakes_a_message_that_waits(comm: Comm) -> None
     engine, stopped = engine_of(comm), 1000
     place = engine._board.layout.word(2, Word.PLACE)  # the others only compare it
     if comm.rank == 1:
-        await until(lambda: engine._words[place] == stopped)
+        await until(lambda: engine._board._words[place] == stopped)
         await sleeper_of(comm, 0)
         await comm.aclose()
     else:
@@ -244,7 +245,7 @@ async def test_a_rank_that_leaves_wakes_a_message_that_waits(comm: Comm) -> None
         while not engine._lock.acquire(timeout=0.001):  # as if this process were stopped
             engine.interrupt()
         try:
-            engine._words[place] = stopped
+            engine._board._words[place] = stopped
             with pytest.raises(BrokenError):
                 await work
         finally:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from asynccomm.control.membership.coordinator import COMING, PATIENCE, TRIES, Coordinator
+from asynccomm.control.membership.coordinator import PATIENCE, TRIES, Coordinator
 from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
@@ -26,6 +26,7 @@ from asynccomm.control.membership.messages import (
     StatusReport,
     View,
 )
+from asynccomm.control.membership.reports import COMING
 from asynccomm.control.runs import ParticipantId
 from asynccomm.control.transport.schema import MessageError, decode
 from tests.control.simulated_job import Job
