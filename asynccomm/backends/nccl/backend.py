@@ -122,7 +122,8 @@ class NcclBackend(Backend):
         platform = await shielded_acquire(finding, DeviceRuntime.leave)
         side = None
         try:
-            await _all_have_one(context)
+            # all have found their GPU and NCCL: an init that waits for a rank without them never ends
+            await replace(context, store=context.store.prefix("ready")).all_connected()
             if context.group.rank == 0:
                 unique_id = await anyio.to_thread.run_sync(platform.nccl.unique_id)
                 await context.store.set("unique_id", unique_id)
@@ -309,12 +310,6 @@ class NcclBackend(Backend):
         self._side.close_at_exit()
         if self._ending is not None:
             self._ending.join(END_SECONDS)
-
-
-async def _all_have_one(context: BackendContext) -> None:
-    """Wait until all ranks have found their GPU and NCCL: an init that waits for a rank without them never ends."""
-    await context.store.set(f"ready/{context.group.rank}", b"1")
-    await context.store.wait([f"ready/{rank}" for rank in range(context.group.size)], context.timeout)
 
 
 async def _leave(platform: DeviceRuntime, side: SideChannel | None) -> None:
