@@ -30,6 +30,8 @@ _ACCUMULATOR: Final = {
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
 }
+_ORDERS: Final = frozenset({RedOpType.MIN, RedOpType.MAX})
+_SUMS: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
 _AVG_ACCUMULATOR: Final = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64}
 
 
@@ -105,13 +107,20 @@ def widen(tensor: Tensor, reduction: ReduceOp) -> Tensor:
 def combine(rows: Tensor | Sequence[Tensor], reduction: ReduceOp, *, bools: bool = False) -> Tensor:
     """Reduce ``rows`` of shape ``(ranks, n)``, each widened, over the ranks. For bools SUM is a logical or."""
     kind = reduction.type
-    largest = kind is RedOpType.MAX or (bools and kind is RedOpType.SUM)
-    if largest or kind is RedOpType.MIN:
+    if kind in _ORDERS or (bools and kind is RedOpType.SUM):
         together = rows if isinstance(rows, Tensor) else torch.stack(tuple(rows))
-        return together.amax(dim=0) if largest else together.amin(dim=0)
-    result = rows[0].clone()
+        return together.amin(dim=0) if kind is RedOpType.MIN else together.amax(dim=0)
+    return accumulate([rows[0].clone(), *rows[1:]], reduction)
+
+
+def accumulate(rows: Sequence[Tensor], reduction: ReduceOp) -> Tensor:
+    """Reduce ``rows`` as ``combine`` does, without bools; the result may lie in the memory of the first."""
+    kind = reduction.type
+    if kind in _ORDERS:
+        return combine(rows, reduction)
+    result = rows[0]
     for row in rows[1:]:
-        if kind in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM):
+        if kind in _SUMS:
             result += row  # not sum(): its order of additions depends on an element's position
         elif kind is RedOpType.PRODUCT:
             result *= row

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asynccomm.backends.arithmetic import accumulator, combine, flat, is_plain, narrow, resolved, widen
+from asynccomm.backends.arithmetic import accumulate, accumulator, combine, flat, is_plain, narrow, resolved, widen
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.testing.conformance.data import DTYPES, combinations, layouts
 from tests.cases import cases
@@ -325,3 +325,13 @@ def test_a_nan_has_the_same_bits_wherever_it_is_written(dtype: torch.dtype, n: i
     for output in (plain, gaps):
         narrow(total.clone(), output, ReduceOp.SUM, 2)
     assert torch.equal(plain.view(torch.uint8), gaps.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not KINDS.PREMUL_SUM], ids=str)
+def test_accumulate_is_combine_without_a_copy(kind: RedOpType) -> None:
+    rows = [torch.arange(5, dtype=torch.int32) * (rank + 3) + 1 for rank in range(3)]
+    op = ReduceOp(kind)
+    expected, memory = combine(rows, op), rows[0].clone()
+    total = accumulate([memory, *rows[1:]], op)
+    assert torch.equal(total, expected)
+    assert (total.data_ptr() == memory.data_ptr()) is (kind not in (KINDS.MIN, KINDS.MAX))

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
+from torch import Tensor
 from torch import distributed as dist
 
 from asynccomm.backends.addresses import LOOPBACK, advice, choose_address, several_networks
@@ -30,6 +31,7 @@ from asynccomm.backends.base import Backend, BackendContext, BackendWindow, Rank
 from asynccomm.backends.gloo.collectives import GlooCollectives
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
+from asynccomm.backends.gloo.frames import CarriedReduce
 from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
@@ -168,6 +170,17 @@ class GlooBackend(Backend):
             if submission.op.p2p:
                 self._p2p.submit(submission)
         self._collectives.submit([submission for submission in batch if not submission.op.p2p])
+
+    def exchange(
+        self,
+        kind: CarriedReduce,
+        tensor: Tensor,
+        number: int,
+        describe: Callable[[], Submission],
+        over: Callable[[], object],
+    ) -> bool:
+        """Begin a small all_reduce without a submission: see ``GlooCollectives.exchange``."""
+        return self._collectives.exchange(kind, tensor, number, describe, over)
 
     def before_await(self, work: Work[Any]) -> None:
         self._p2p.spin(work)

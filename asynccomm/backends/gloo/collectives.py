@@ -8,6 +8,8 @@ it is certain that all ranks issued the same collective, or that the other ranks
   in that order, too: gloo identifies the operations of a group by their order.
 - A collective whose data fits into the frames completes with them. Other collectives of tensors become gloo operations
   (``lowering.py``, ``packing.py``), collectives of parcels become messages (``payload_collectives.py``).
+- A backend on top of this one may **exchange** the frames of a kind of all_reduce that frames carry, without a
+  submission for each: on the wire, and for predictions, an exchange is the same as the call.
 - A collective that was **predicted** (``predictions.py``) is started at once, when all earlier calls are known to be
   the same on all ranks: a prediction follows from the earlier calls, so at that place all ranks hand over the same
   collective or nothing. It is done when its frames have arrived, too.
@@ -28,17 +30,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import Any, Final, final
 
 import torch
+from torch import Tensor
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.alarms import Alarms
 from asynccomm.backends.gloo.disputes import Dispute
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
-from asynccomm.backends.gloo.frames import Frame, complete, heading_of, is_carried, parcel_of
+from asynccomm.backends.gloo.frames import CarriedReduce, Frame, complete, heading_of, is_carried, parcel_of
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
+from asynccomm.backends.gloo.links import Buffer
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import conclude
 from asynccomm.backends.gloo.packing import chains_of, is_divided
@@ -53,6 +57,8 @@ from asynccomm.errors import BackendError
 from asynccomm.ops import Parcels
 
 Over = Callable[[], object]
+
+_UNDESCRIBED: Final[Any] = None  # the submission of a collective that is described only for an error
 
 
 @final
@@ -132,6 +138,55 @@ class GlooCollectives:
                 self._in_flight.submit(submission)
             except RuntimeError as exc:  # the group is broken, and this call is the first to detect it
                 self._not_started(submission, exc)
+
+    def exchange(
+        self, kind: CarriedReduce, tensor: Tensor, number: int, describe: Callable[[], Submission], over: Over
+    ) -> bool:
+        """Begin an all_reduce of ``tensor`` in place without a submission; False: it has to be submitted.
+
+        Under the comm's lock. The caller keeps ``tensor`` alive, and submits no conflicting collective meanwhile.
+
+        Args:
+            number: of the call.
+            describe: makes the submission, if it is needed for an error.
+            over: called when the all_reduce is done, on any thread.
+        """
+        prediction = self._predictor.predict()
+        alarming = prediction is not None and prediction.needs_every_rank
+        if alarming or self._ended or self._in_flight.holds_back:
+            return False
+        self._predictor.record(kind.heading, needs_every_rank=False)
+        frame = Frame(self._rank, self._size)
+        with self._order:
+            started = _Started(_UNDESCRIBED, over, self._places, kind.heading)
+            frame.fill_with(tensor, started.place, number, kind.heading)
+            self._places += 1
+            self._alarms_ahead.discard(started.place)
+            self._queue.append(started)
+            self._last_frame = started.place
+            done = partial(self._exchanged, started, frame, kind, tensor, describe)
+            self._frame_exchange.begin(frame, done)
+        self._frame_exchange.settle()
+        return True
+
+    def _exchanged(
+        self,
+        started: _Started,
+        frame: Frame,
+        kind: CarriedReduce,
+        tensor: Tensor,
+        describe: Callable[[], Submission],
+        error: Exception | None,
+    ) -> None:
+        """Handle the frames of all ranks, as ``_announced`` does."""
+        if self._ended:
+            return
+        if error is not None or not kind.complete(tensor, frame):
+            started.submission = describe()
+            self._announced(started, frame, error)
+            return
+        self._leave_queue()
+        started.over()
 
     def drain_before_failure(self, timeout: float) -> None:
         """Wait for collectives that have all their data, at most ``timeout`` seconds."""
@@ -307,7 +362,7 @@ class GlooCollectives:
         if not self._disputed:  # else the dispute reports the reason
             self._failed(submission, exc)
 
-    def _complete(self, submission: Submission, given: Sequence[bytes]) -> None:
+    def _complete(self, submission: Submission, given: Sequence[Buffer]) -> None:
         """Complete a collective with the data from the frames."""
         op = submission.op
         if not isinstance(op, Parcels):

@@ -152,12 +152,12 @@ class Endpoint:
         link = self._outbound.get(peer)
         return link if link is not None or self._ended else self._connect(peer)
 
-    def send(self, link: MessageLink, data: bytes) -> None:
-        """Send ``data`` on ``link``. Under the lock."""
+    def send(self, link: MessageLink, *parts: bytes | bytearray) -> None:
+        """Send ``parts`` on ``link``, in memory that must not change while the link is pending. Under the lock."""
         if link.fd not in self._links:
             return
         try:
-            link.send(data)
+            link.send(*parts)
         except OSError as exc:
             self._end(link, exc)
         else:

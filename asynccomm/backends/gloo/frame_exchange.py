@@ -11,13 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from asynccomm.backends.gloo.endpoint import Endpoint
 from asynccomm.backends.gloo.frames import Frame
 from asynccomm.backends.gloo.links import MessageLink
 from asynccomm.backends.gloo.messages import Header, Kind
 from asynccomm.errors import BackendError
+
+JOINED: Final = 4 << 10  # bytes of a frame that is copied behind its header: two parts cost the system call as much
 
 Done: TypeAlias = Callable[[Exception | None], object]
 
@@ -31,7 +33,7 @@ class FrameExchange:
         self._endpoint: Endpoint | None = None
         self._lock = threading.Lock()  # the endpoint's, once there is one; guards the fields below
         self._waiting: deque[tuple[Frame, Done]] = deque()  # exchanges in progress, the oldest first
-        self._arrived: dict[int, deque[bytes]] = {peer: deque() for peer in self._others}
+        self._arrived: dict[int, deque[bytes | bytearray]] = {peer: deque() for peer in self._others}
         self._gone: dict[int, str] = {}
         self._unsent: set[int] = set()  # ranks with frames that their sockets have not taken yet
         self._over: deque[Callable[[], object]] = deque()
@@ -52,7 +54,8 @@ class FrameExchange:
                     link = endpoint.link_to(peer)
                     if link is not None:
                         data = frame.packed(peer)
-                        endpoint.send(link, Header(Kind.FRAME, first=len(data)).pack() + data)
+                        header = Header(Kind.FRAME, first=len(data)).pack()
+                        endpoint.send(link, *((header + data,) if len(data) <= JOINED else (header, data)))
                         if link.pending and peer not in self._gone:
                             self._unsent.add(peer)
                             link.put(done=partial(self._sent, link))
@@ -75,7 +78,7 @@ class FrameExchange:
             self._running.release()
             self.settle()
 
-    def arrived(self, peer: int, data: bytes) -> None:
+    def arrived(self, peer: int, data: bytes | bytearray) -> None:
         """Handle a frame from ``peer``. Under the lock."""
         self._arrived[peer].append(data)
         self._advance()

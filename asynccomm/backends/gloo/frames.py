@@ -19,6 +19,7 @@ collective.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import struct
 from array import array
@@ -29,10 +30,10 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import computing
-from asynccomm.backends.arithmetic import combine, is_plain
+from asynccomm.backends.arithmetic import accumulate, is_plain
 from asynccomm.backends.base import Submission
 from asynccomm.backends.computing import contributed_bytes, contribution, perform
-from asynccomm.backends.gloo.links import copied, fill
+from asynccomm.backends.gloo.links import Buffer, copied, fill
 from asynccomm.backends.hazards import load
 from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
@@ -54,13 +55,14 @@ from asynccomm.ops.signature import signature
 
 ROOM: Final = 1024  # bytes of a contribution: up to this size, sending it costs no more than omitting it
 LONG: Final = 64 << 10  # bytes that a rank gives to the others or gets: up to this size, gloo's threads take longer
+PAIR: Final = 512 << 10  # the same between two ranks, where no algorithm sends fewer bytes; 1 MiB is faster by gloo
 
 _NUMBERS: Final = struct.Struct("<qq")
 _HEADING: Final = struct.Struct("<QQQII")
 _EQUAL: Final = _NUMBERS.size + _HEADING.size  # bytes that are equal on all ranks
 _OWN: Final = struct.Struct("<QII")
 _HEADER: Final = 64  # offset of the contribution: aligned for every dtype
-LONGEST: Final = _HEADER + LONG  # bytes of a frame
+LONGEST: Final = _HEADER + PAIR  # bytes of a frame
 _HEAD: Final = struct.Struct("<I")  # length of a parcel's head
 _MASK: Final = (1 << 64) - 1
 
@@ -77,7 +79,7 @@ class Frame:
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._received = [b""] * size
+        self._received: list[bytearray] = [bytearray()] * size
         self._equal = b""
         self._mine = 0
         self._root: int | None = None  # the only rank that needs the contribution; None: all ranks do
@@ -99,11 +101,11 @@ class Frame:
         self._share = op.nbytes if isinstance(op, Scatter) and given and op.root == self._rank else 0
         self._received[self._rank] = self._packed(given)
 
-    def _packed(self, given: bytes | None) -> bytes:
+    def _packed(self, given: bytes | bytearray | None) -> bytearray:
         own = _OWN.pack(self._mine, len(given or b""), given is not None)
-        return b"".join([(self._equal + own).ljust(_HEADER, b"\0"), given or b""])
+        return bytearray().join([(self._equal + own).ljust(_HEADER, b"\0"), given or b""])
 
-    def packed(self, peer: int) -> bytes:
+    def packed(self, peer: int) -> bytearray:
         """This rank's frame for ``peer``, with the part of the contribution that the rank needs."""
         whole = self._received[self._rank]
         if self._share:
@@ -111,11 +113,23 @@ class Frame:
             return self._packed(whole[start : start + self._share])
         return whole if self._root is None or peer == self._root else self._packed(b"")
 
-    def put(self, rank: int, data: bytes) -> None:
+    def put(self, rank: int, data: bytes | bytearray) -> None:
         """Enter the frame of another rank. Raises: BackendError for a length that no rank sends."""
         if not _HEADER <= len(data) <= LONGEST or _HEADER + _OWN.unpack_from(data, _EQUAL)[1] != len(data):
             raise BackendError(f"rank {rank} sent a frame that cannot be: {len(data)} bytes")
-        self._received[rank] = data
+        self._received[rank] = data if isinstance(data, bytearray) else bytearray(data)
+
+    def fill_with(self, tensor: Tensor, place: int, number: int, heading: bytes) -> None:
+        """Enter this rank's description of a call that contributes the memory of ``tensor``."""
+        self._equal = _NUMBERS.pack(place, number) + heading
+        self._received[self._rank] = self._packed(copied(tensor, tensor.nbytes))
+
+    def rows(self, dtype: torch.dtype) -> list[Tensor] | None:
+        """The contributions of all ranks, in the frames' memory; None if their descriptions or lengths differ."""
+        head = self._received[self._rank][:_HEADER]
+        if not all(data.startswith(head) for data in self._received):
+            return None
+        return [torch.frombuffer(data, dtype=dtype, offset=_HEADER) for data in self._received]
 
     def _contribution(self, op: Op, submission: Submission) -> bytes | None:
         """The data of this rank; None if there is too much."""
@@ -157,8 +171,10 @@ class Frame:
             other = next(rank for rank, place in enumerate(places) if place != first)
         return first, (min(here[0], other), max(here[0], other))
 
-    def given(self) -> tuple[Sequence[bytes] | None, bool]:
+    def given(self) -> tuple[Sequence[Buffer] | None, bool]:
         """The contributions of all ranks, if all are whole; and whether the sizes of an uneven all_to_all fit.
+
+        The contributions lie in the frames' memory.
 
         Raises: BackendError for fields that no rank writes.
         """
@@ -169,16 +185,16 @@ class Frame:
                 raise BackendError(f"rank {rank} sent a frame that cannot be: {nbytes} bytes, flag {whole}")
             total += mine
             complete = complete and whole == 1
-        return [data[_HEADER:] for data in self._received] if complete else None, total & _MASK == 0
+        return [memoryview(data)[_HEADER:] for data in self._received] if complete else None, total & _MASK == 0
 
 
-def parcel_of(rank: int, given: bytes) -> tuple[bytes, Tensor]:
+def parcel_of(rank: int, given: bytes | Buffer) -> tuple[bytes, Tensor]:
     """Head and payload of the parcel of ``rank``. Raises: BackendError for an invalid contribution."""
     length = _HEAD.unpack_from(given)[0] if len(given) >= _HEAD.size else 0
     start = _HEAD.size + length
     if start > len(given):
         raise BackendError(f"rank {rank} sent a parcel of {len(given)} bytes with a head of {length} bytes")
-    return given[_HEAD.size : start], _tensor(given[start:])
+    return bytes(given[_HEAD.size : start]), _tensor(given[start:])
 
 
 def room_of(op: Op, size: int) -> int:
@@ -192,7 +208,7 @@ def room_of(op: Op, size: int) -> int:
         case Scatter():
             return LONG * size
         case AllReduce() | Reduce() | Broadcast() | AllGather() | AllGatherSingle():
-            return max(ROOM, LONG // max(size - 1, 1))
+            return PAIR if size == 2 else max(ROOM, LONG // max(size - 1, 1))
     return ROOM
 
 
@@ -211,8 +227,8 @@ def is_carried(submission: Submission, size: int) -> bool:
     return op.sizes_known and not op.counts and contributed_bytes(op, submission.inputs) <= room_of(op, size)
 
 
-def complete(submission: Submission, rank: int, given: Sequence[bytes]) -> None:
-    """Compute the outputs of a collective of tensors from the contributions."""
+def complete(submission: Submission, rank: int, given: Sequence[Buffer]) -> None:
+    """Compute the outputs of a collective of tensors from the contributions. Their memory may be clobbered."""
     op, outputs = submission.op, submission.outputs
     if isinstance(op, Scatter):  # each rank has got its part alone, but for the root
         share = given[op.root]
@@ -231,7 +247,7 @@ def complete(submission: Submission, rank: int, given: Sequence[bytes]) -> None:
     perform(ops, [_tensor(each) for each in given], {rank: outputs})
 
 
-def _completed(op: Op, outputs: Sequence[Tensor], given: Sequence[bytes]) -> bool:
+def _completed(op: Op, outputs: Sequence[Tensor], given: Sequence[Buffer]) -> bool:
     """Complete a usual call: one plain tensor for each part that comes, in its own dtype; False: it is not usual."""
     output = outputs[0]
     if not is_plain(output):
@@ -246,28 +262,30 @@ def _completed(op: Op, outputs: Sequence[Tensor], given: Sequence[bytes]) -> boo
         case AllGather() | Gather() if len(outputs) == len(given) and all(map(is_plain, outputs)):
             for each, data in zip(outputs, given, strict=True):
                 _fill(each, data)
-        case AllReduce(reduction=reduction) | Reduce(reduction=reduction) if len(outputs) == 1:
-            dtype = op.dtype
-            if reduction.factor is not None or reduction.type is RedOpType.AVG or dtype not in _IN_OWN_DTYPE:
-                return False
-            rows = [torch.frombuffer(bytearray(each), dtype=dtype) for each in given if each]
-            total = combine(rows, reduction) if rows else _tensor(b"")
-            _fill(output, copied(total, total.nbytes))
+        case AllReduce() | Reduce() if len(outputs) == 1 and _combined_as_stored(op):
+            _check(output, given[0])
+            if output.nbytes:
+                total = accumulate([torch.frombuffer(each, dtype=op.dtype) for each in given], op.reduction)
+                ctypes.memmove(output.data_ptr(), total.data_ptr(), output.nbytes)
         case _:
             return False
     return True
 
 
-def _fill(output: Tensor, data: bytes) -> None:
+def _check(output: Tensor, data: bytes | Buffer) -> None:
     if len(data) != output.nbytes:
         raise BackendError(f"a collective has brought {len(data)} bytes where {output.nbytes} fit")
+
+
+def _fill(output: Tensor, data: bytes | Buffer) -> None:
+    _check(output, data)
     fill(output, data)
 
 
-def _tensor(data: bytes) -> Tensor:
+def _tensor(data: bytes | Buffer) -> Tensor:
     return (
         torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
+        if len(data)
         else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
 
@@ -275,6 +293,46 @@ def _tensor(data: bytes) -> Tensor:
 def _is_given(op: Op, tensor: Tensor) -> bool:
     """Whether the memory of the only input is the contribution."""
     return (op.reduction is None or op.reduction.factor is None) and is_plain(tensor)
+
+
+@final
+class CarriedReduce:
+    """A kind of all_reduce of one plain tensor in place that frames carry.
+
+    Attributes:
+        heading: of every call of the kind.
+    """
+
+    def __init__(self, op: AllReduce, heading: bytes) -> None:
+        self.heading = heading
+        self._dtype = op.dtype
+        self._reduction = op.reduction
+
+    @classmethod
+    def of(cls, submission: Submission, size: int) -> CarriedReduce | None:
+        """The kind of ``submission``; None if it is no such call."""
+        op = submission.op
+        usual = isinstance(op, AllReduce) and submission.outputs is submission.inputs and len(submission.inputs) == 1
+        if not usual or not is_carried(submission, size) or not op.nbytes or not is_plain(submission.inputs[0]):
+            return None
+        assert isinstance(op, AllReduce)
+        combined = _combined_as_stored(op)
+        return cls(op, heading_of(submission)) if combined else None
+
+    def complete(self, tensor: Tensor, frame: Frame) -> bool:
+        """Compute the result from the frames of all ranks; False if they differ."""
+        rows = frame.rows(self._dtype)
+        if rows is None:
+            return False
+        total = accumulate(rows, self._reduction)
+        ctypes.memmove(tensor.data_ptr(), total.data_ptr(), tensor.nbytes)
+        return True
+
+
+def _combined_as_stored(op: AllReduce | Reduce) -> bool:
+    """Whether contributions are combined in the dtype of the op, and the sum is the result."""
+    reduction = op.reduction
+    return reduction.factor is None and reduction.type is not RedOpType.AVG and op.dtype in _IN_OWN_DTYPE
 
 
 def heading_of(submission: Submission) -> bytes:

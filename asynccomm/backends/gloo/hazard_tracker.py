@@ -79,6 +79,11 @@ class HazardTracker:
                 self._unsettled -= 1
             raise
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether an operation that is submitted now has to queue behind others. Under the comm's lock."""
+        return bool(self._waiting) or self._starting
+
     def end(self) -> None:
         """Start no more operations: the broken comm fails the waiting ones. From any thread, more than once."""
         with self._lock:

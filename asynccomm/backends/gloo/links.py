@@ -32,9 +32,10 @@ def copied(tensor: Tensor, nbytes: int) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), nbytes)
 
 
-def fill(tensor: Tensor, data: bytes) -> None:
-    """Copy ``data`` into a plain tensor of as many bytes."""
-    ctypes.memmove(tensor.data_ptr(), data, len(data))
+def fill(tensor: Tensor, data: bytes | Buffer) -> None:
+    """Copy ``data``, in memory that may be written to if it is no bytes, into a plain tensor of as many bytes."""
+    source = data if isinstance(data, bytes) else (ctypes.c_char * len(data)).from_buffer(data)
+    ctypes.memmove(tensor.data_ptr(), source, len(data))
 
 
 def view(tensor: Tensor) -> Buffer:
@@ -102,16 +103,18 @@ class MessageLink:
         if done is not None:
             self._out.append(done)
 
-    def send(self, data: bytes) -> None:
-        """Write ``data``, or queue the part that the socket does not take now. Raises: OSError."""
+    def send(self, *parts: bytes | bytearray) -> None:
+        """Write ``parts``, or queue the rest, which the socket does not take now. Raises: OSError."""
         count = 0
         if not self._out:
             try:
-                count = self.sock.send(data)
+                count = self.sock.send(parts[0]) if len(parts) == 1 else self.sock.sendmsg(parts)
             except BlockingIOError:
                 count = 0
-        if count < len(data):
-            self._out.append(memoryview(data)[count:])
+        for part in parts:
+            if count < len(part):
+                self._out.append(memoryview(part)[count:])
+            count = max(0, count - len(part))
 
     def write(self) -> None:
         """Write as much as the socket takes, at most ``CHUNK`` bytes and a buffer more. Raises: OSError."""

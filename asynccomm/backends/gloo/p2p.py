@@ -278,16 +278,16 @@ class PointToPoint:
             incoming.receive = receive
             self._receive_short(link, nbytes, partial(self._stored, incoming))
 
-    def _receive_short(self, link: MessageLink, nbytes: int, then: Callable[[bytes], object]) -> None:
+    def _receive_short(self, link: MessageLink, nbytes: int, then: Callable[[bytes | bytearray], object]) -> None:
         data = link.take(nbytes)
         if data is not None:
             then(data)
             return
         memory = bytearray(nbytes)
-        link.receive([memoryview(memory)], lambda: self._guarded(lambda: then(bytes(memory))))
+        link.receive([memoryview(memory)], lambda: self._guarded(lambda: then(memory)))
 
-    def _stored(self, incoming: _Incoming, data: bytes) -> None:
-        incoming.data = data
+    def _stored(self, incoming: _Incoming, data: bytes | bytearray) -> None:
+        incoming.data = bytes(data)
         if incoming.receive is not None:
             self._take(incoming.link.peer, incoming, incoming.receive)
 

@@ -2,8 +2,9 @@
 
 The backend is made of others. In the host there are two comms of shared memory, on the way of an operation before and
 after the network; between hosts, each position of the hosts has a gloo comm, a rail. ``locality`` finds the hosts,
-``reductions``, ``movement`` and ``bundles`` make an operation's plan of steps on these, and ``pipeline`` carries it
-out. Operations that share memory wait for each other (``gloo/hazard_tracker.py``).
+``reductions``, ``movement`` and ``bundles`` make an operation's plan of steps on these, ``plain_reductions`` keeps
+plans for the next call, and ``pipeline`` carries them out; ``lane_calls`` begins steps that need no submission.
+Operations that share memory wait for each other (``gloo/hazard_tracker.py``).
 
 Every collective has a step with all ranks of a host and a step with all leaders, and all steps carry a label made of
 the call (``labels``): ranks that call different collectives meet in such a step, and its backend finds the difference.
@@ -35,10 +36,11 @@ from asynccomm.backends.base import (
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
-from asynccomm.backends.hierarchical.lane_calls import LaneCalls
+from asynccomm.backends.hierarchical.lane_calls import LaneCalls, RailCalls
 from asynccomm.backends.hierarchical.messages import PlacedMessages
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
+from asynccomm.backends.hierarchical.plain_reductions import PlainAllReduces
 from asynccomm.backends.hierarchical.translation import translated
 from asynccomm.backends.hierarchical.windows import make_window
 from asynccomm.backends.shm.arena import arena
@@ -118,13 +120,16 @@ class HierarchicalBackend(Backend):
             self._only = self._between
         name = f"asynccomm-hierarchical-{context.group.name}"
         host = replace(context.group, rank=where.position, size=len(where.local))
-        fast: dict[Lane, LaneCalls] = {}
+        quick: dict[Lane, LaneCalls | RailCalls] = {}
         for lane, backend in lanes.items() if self._only is None else ():
-            calls = LaneCalls.of(backend, host, context.mailbox) if isinstance(backend, ShmBackend) else None
-            if calls is not None:
-                fast[lane] = calls
-        self._pipeline = Pipeline(name, context.mailbox, lanes, fast, context.on_error)
-        self._small = reductions.SmallAllReduces(where)
+            if isinstance(backend, GlooBackend):
+                quick[lane] = RailCalls(backend, len(where.rail()))
+            elif isinstance(backend, ShmBackend):
+                calls = LaneCalls.of(backend, host, context.mailbox)
+                if calls is not None:
+                    quick[lane] = calls
+        self._pipeline = Pipeline(name, context.mailbox, lanes, quick, context.on_error)
+        self._plain = PlainAllReduces(where)
         self._in_flight = HazardTracker(self._start, self._not_started)
         self._messages = PlacedMessages(where, *messages, self._pipeline, context.mailbox)
 
@@ -186,7 +191,7 @@ class HierarchicalBackend(Backend):
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _start(self, submission: Submission, over: Callable[[], object]) -> None:
-        way = self._small.plan(submission) if isinstance(submission.op, AllReduce) else None
+        way = self._plain.plan(submission) if isinstance(submission.op, AllReduce) else None
         if way is None:
             with torch.inference_mode(False):  # any thread may write the memory that a plan allocates
                 way = _WAYS[type(submission.op)](self.placement, submission)

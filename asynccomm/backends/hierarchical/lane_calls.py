@@ -1,7 +1,8 @@
-"""Steps in the memory of a host by the fast path of its backend.
+"""Steps that need no Work and no submission, of kinds that the pipeline has seen.
 
-A step of a kind that the pipeline has seen runs in C, like a call of a comm on shared memory, and needs a Work and a
-submission only if ranks are late. The fast path works for a comm; this module stands for one.
+A step in the memory of a host runs in C, by the fast path of its backend, like a call of a comm on shared memory; it
+gets a Work only if ranks are late. The fast path works for a comm; this module stands for one. A small step between
+hosts is an exchange of frames.
 """
 
 from __future__ import annotations
@@ -10,57 +11,132 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 from torch import Tensor
 
-from asynccomm.backends.base import FastCalls
+from asynccomm.backends.base import Backend, FastCalls, Submission
+from asynccomm.backends.gloo.backend import GlooBackend
+from asynccomm.backends.gloo.frames import CarriedReduce
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts
 from asynccomm.core.work import Work
-from asynccomm.ops import Call
+from asynccomm.ops import Call, Op
 from asynccomm.ops.validation import CommInfo
 
 Check = Callable[..., Call]
 """Makes the call of a step from the lane's group and the tensors; one object for each kind of step."""
 
 
-class Begun(NamedTuple):
-    """A step that the fast path has taken."""
+Describe = Callable[[], Submission]
+"""Makes the submission of a step, for its kind and for errors."""
 
-    run: object  #: the run, which goes on in the backend as ``Submission.run``; None: the step is over
+REMEMBERED: Final = 4096  # kinds of steps
 
 
-_OVER: Final = Begun(None)
+@final
+class QuickStep:
+    """A step without a Work and a submission; it stands for both where they are waited for and driven.
+
+    Args:
+        tensors: kept until the end.
+        over: called at the end, on any thread.
+    """
+
+    __slots__ = ("_finished", "_over", "_tensors", "error", "nbytes", "op", "run", "seq")
+
+    def __init__(self, op: Op, seq: int, tensors: Sequence[Tensor], over: Callable[[], object]) -> None:
+        self.op = op
+        self.seq = seq
+        self.run: object = None
+        self.nbytes: int = tensors[0].nbytes
+        self.error: None = None
+        self._tensors = tensors
+        self._over = over
+        self._finished = False
+
+    @property
+    def work(self) -> QuickStep:
+        return self
+
+    def done(self) -> bool:
+        return self._finished
+
+    def settle(self, _: None = None) -> None:
+        """End the step. On any thread."""
+        self._finished = True
+        self._over()
 
 
 @final
 class LaneCalls:
     """The fast path of one lane. Used by one thread at a time."""
 
-    def __init__(self, path: FastCalls, counts: CallCounts) -> None:
+    def __init__(self, backend: Backend, path: FastCalls, counts: CallCounts) -> None:
+        self._backend = backend
         self._path = path
         self._counts = counts
+        self._ops: dict[Check, Op] = {}
 
     @classmethod
     def of(cls, backend: ShmBackend, group: CommInfo, mailbox: Mailbox) -> LaneCalls | None:
         """The fast path of ``backend`` among the ranks of ``group``; None: it has none."""
         stand_in: Any = _StandIn(group, mailbox)
         path = backend.fast_path(stand_in)
-        return None if path is None else cls(path, stand_in.counts)
+        return None if path is None else cls(backend, path, stand_in.counts)
 
-    def begin(self, number: int, check: Check, tensors: Sequence[Tensor]) -> Begun | None:
-        """Begin the step ``check(group, *tensors)``; None: the fast path does not take it.
+    def begin(
+        self, number: int, check: Check, tensors: Sequence[Tensor], describe: Describe, over: Callable[[], object]
+    ) -> QuickStep | bool:
+        """Begin the step ``check(group, *tensors)``.
+
+        Returns the step, which then calls ``over``; True: it is over already; False: the fast path does not take it.
 
         Args:
             number: of the operation, for errors.
         """
         self._counts.collectives = number
-        taken = self._path.submit(None, None, None, check, *tensors)
+        taken: Any = self._path.submit(None, None, None, check, *tensors)
         if isinstance(taken, Work):
-            return _OVER
-        return None if taken is None else Begun(taken)
+            return True
+        if taken is None:
+            return False
+        op = self._ops.get(check)
+        if op is None:
+            if len(self._ops) >= REMEMBERED:
+                self._ops.clear()
+            op = self._ops[check] = describe().op
+        step: Any = QuickStep(op, number, tensors, over)
+        step.run = taken
+        self._backend.submit((step,))
+        return step  # type: ignore[no-any-return]
+
+
+@final
+class RailCalls:
+    """The all_reduces of a rail that frames carry, without a Work and a submission for each step."""
+
+    def __init__(self, backend: GlooBackend, size: int) -> None:
+        self._backend = backend
+        self._size = size
+        self._kinds: dict[Check, tuple[Op, CarriedReduce | None]] = {}
+
+    def begin(
+        self, number: int, check: Check, tensors: Sequence[Tensor], describe: Describe, over: Callable[[], object]
+    ) -> QuickStep | bool:
+        """As that of ``LaneCalls``, for the all_reduce ``check(None, *tensors)``."""
+        known = self._kinds.get(check)
+        if known is None:
+            if len(self._kinds) >= REMEMBERED:
+                self._kinds.clear()
+            submission = describe()
+            known = self._kinds[check] = submission.op, CarriedReduce.of(submission, self._size)
+        op, kind = known
+        if kind is None:
+            return False
+        step = QuickStep(op, number, tensors, over)
+        return self._backend.exchange(kind, tensors[0], number, describe, step.settle) and step
 
 
 @final

@@ -22,20 +22,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from asynccomm.backends.base import Backend, Submission
 from asynccomm.backends.hierarchical.labels import label_of
-from asynccomm.backends.hierarchical.lane_calls import Check, LaneCalls
+from asynccomm.backends.hierarchical.lane_calls import Check, LaneCalls, QuickStep, RailCalls
 from asynccomm.backends.latch import Latch
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops import Call
+
+Step: TypeAlias = Work[Any] | QuickStep
 
 LARGE: Final = 1 << 20  # bytes; the steps of larger operations may copy for long, and are not taken on the event loop
 
@@ -53,7 +55,7 @@ class Leg(NamedTuple):
 
     lane: Lane
     call: Callable[[], Call]  #: makes the call when the step begins, after all earlier steps
-    #: the same call, with its label and without side effects, for the lane's fast path; and its tensors
+    #: the same call, with its label and without side effects, for a lane that needs no submission; and its tensors
     quick: tuple[Check, tuple[Tensor, ...]] | None = None
 
 
@@ -97,7 +99,7 @@ class Pipeline:
     Args:
         name: of the thread for steps that copy much.
         backends: of the lanes that this rank is on.
-        fast: the fast paths of lanes that have one.
+        quick: begin steps without a submission, on lanes that have such a way.
         failed: called with an error that breaks the comm.
     """
 
@@ -106,12 +108,12 @@ class Pipeline:
         name: str,
         mailbox: Mailbox,
         backends: Mapping[Lane, Backend],
-        fast: Mapping[Lane, LaneCalls],
+        quick: Mapping[Lane, LaneCalls | RailCalls],
         failed: Callable[[BrokenError], object],
     ) -> None:
         self._mailbox = mailbox
         self._backends = backends
-        self._fast = fast
+        self._quick = quick
         self._failed = failed
         self._queues: dict[Lane, deque[_Job]] = {lane: deque() for lane in backends}
         self._events: deque[Callable[[], object]] = deque()
@@ -119,7 +121,7 @@ class Pipeline:
         self._aside = OrderedExecutor(f"{name}-steps", 1)
         self._main = threading.get_ident()
         self._ended = False
-        self._steps: dict[Work[Any], tuple[Lane, Work[Any]]] = {}  # the last step of each operation that has one
+        self._steps: dict[Work[Any], tuple[Lane, Step]] = {}  # the last step of each operation that has one
         self._blocked: set[Work[Any]] = set()  # operations that must end without the event loop
 
     def start(self, submission: Submission, way: OpPlan, over: Callable[[], object]) -> None:
@@ -148,21 +150,21 @@ class Pipeline:
 
     def before_await(self, work: Work[Any]) -> None:
         """See ``Backend.before_await``."""
-        last: tuple[Lane, Work[Any]] | None = None
+        last: tuple[Lane, Step] | None = None
         while not work.done():  # a step that ends here begins the next
             step = self._steps.get(work)
             if step is None or step is last:
                 return
             last = step
             if not step[1].done():
-                self._backends[step[0]].before_await(step[1])
+                self._backends[step[0]].before_await(step[1])  # type: ignore[arg-type]  # as in _waits_for
 
     def before_block(self, work: Work[Any]) -> None:
         """See ``Backend.before_block``."""
         self._blocked.add(work)
         for lane, step in list(self._steps.values()):  # earlier operations, too: their steps come first
             if not step.done():
-                self._backends[lane].before_block(step)
+                self._backends[lane].before_block(step)  # type: ignore[arg-type]  # as in _waits_for
         if work.done():
             self._blocked.discard(work)
 
@@ -229,28 +231,41 @@ class Pipeline:
         job.running = True
         lane, make, quick = job.plan.steps[job.at]
         outer = job.submission
-        run: object = None
-        if quick is not None and (fast := self._fast.get(lane)) is not None:
-            begun = fast.begin(outer.work.seq, *quick)
-            if begun is not None:
-                run = begun.run
-                if run is None:
-                    self._go_on(job, None)
-                    return
-        call = make()
+        if quick is not None and (calls := self._quick.get(lane)) is not None:
+            describe, over = partial(self._described, job, make), partial(self._stepped, job)
+            begun = calls.begin(outer.work.seq, *quick, describe, over)
+            if begun is True:
+                self._go_on(job, None)
+                return
+            if begun:
+                self._waits_for(outer.work, lane, begun)
+                return
+        step = self._described(job, make)
+        self._backends[lane].submit((step,))
+        self._waits_for(outer.work, lane, step.work)
+
+    def _described(self, job: _Job, make: Callable[[], Call]) -> Submission:
+        """The submission of the next step of ``job``."""
+        call, outer = make(), job.submission
         op = call.op if call.op.p2p or call.op.label == job.label else replace(call.op, label=job.label)
         work: Work[Any] = Work(
             op, outer.work.seq, self._mailbox, value=None, timeout=math.inf, on_settled=partial(self._settled, job)
         )
         step = Submission(call if call.op is op else call._replace(op=op), work)
-        step.run = run
         step.members = outer.members or (outer.work.op,)
         step.numbers = outer.numbers or (outer.work.seq,)
-        backend = self._backends[lane]
-        self._steps[outer.work] = lane, work
-        backend.submit((step,))
-        if self._blocked and not work.done():
-            backend.before_block(work)
+        return step
+
+    def _waits_for(self, work: Work[Any], lane: Lane, step: Step) -> None:
+        """Note that ``step`` of the operation of ``work`` has begun."""
+        if not step.done():
+            self._steps[work] = lane, step
+            if self._blocked:
+                self._backends[lane].before_block(step)  # type: ignore[arg-type]  # a QuickStep stands for a Work
+
+    def _stepped(self, job: _Job) -> None:
+        """Handle the end of a quick step. On any thread."""
+        self._post(partial(self._go_on, job, None), large=job.submission.nbytes > LARGE)
 
     def _settled(self, job: _Job, work: Work[Any]) -> None:
         """Handle the end of a step. On any thread."""

@@ -21,8 +21,6 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
-from asynccomm.backends.hierarchical.labels import label_of, remember
-from asynccomm.backends.hierarchical.lane_calls import Check
 from asynccomm.backends.hierarchical.memory import cut, landing, room, stored_dtype
 from asynccomm.backends.hierarchical.movement import between
 from asynccomm.backends.hierarchical.pipeline import Lane, Leg, OpPlan, PiecePlan
@@ -34,9 +32,11 @@ from asynccomm.ops.validation import counts_of
 
 SMALL: Final = 512 << 10  # bytes up to which the leaders reduce for their hosts
 PIECE: Final = 8 << 20  # bytes of a piece
-REMEMBERED: Final = 4096  # kinds of small all_reduces
 
-_WITHOUT_FACTOR: Final = {RedOpType.AVG: ReduceOp.SUM, RedOpType.PREMUL_SUM: ReduceOp.SUM}
+WITHOUT_FACTOR: Final = {  # the reductions between the steps that multiply and divide
+    RedOpType.AVG: ReduceOp.SUM,
+    RedOpType.PREMUL_SUM: ReduceOp.SUM,
+}
 
 
 @final
@@ -58,7 +58,7 @@ class _Reduction:
         self.each: int = 2 if op.dtype.is_complex else 1  #: reals for each element
         rows = [arithmetic.widen(tensor, self._reduction) for tensor in buffers.inputs]
         self.given: Tensor = rows[0] if len(rows) == 1 else torch.cat(rows)
-        self.op: ReduceOp = _WITHOUT_FACTOR.get(self._reduction.type, self._reduction)
+        self.op: ReduceOp = WITHOUT_FACTOR.get(self._reduction.type, self._reduction)
         if op.dtype == torch.bool and self.op == ReduceOp.SUM:
             self.op = ReduceOp.MAX
         self._buffers = buffers
@@ -100,90 +100,6 @@ def all_reduce(where: HostPlacement, submission: Submission) -> OpPlan:
     length = max(1, PIECE // r.given.itemsize)
     parts = [slice(start, start + length) for start in range(0, len(total), length)]
     return OpPlan([_in_parts(where, r, r.given[part], total[part], result[part]) for part in parts], land)
-
-
-@final
-class SmallAllReduces:
-    """Plans of small all_reduces of one plain tensor in place, without memory of their own.
-
-    Programs repeat their calls, so everything but the tensor is kept.
-    """
-
-    def __init__(self, where: HostPlacement) -> None:
-        self._where = where
-        self._kinds: dict[AllReduce, _SmallAllReduce | None] = {}
-
-    def plan(self, submission: Submission) -> OpPlan | None:
-        """The plan of an ``AllReduce`` as of :func:`all_reduce`; None if it is not such a call."""
-        op: Any = submission.op
-        inputs = submission.inputs
-        if submission.outputs is not inputs or len(inputs) != 1 or op.nbytes > SMALL or op.reduction.factor is not None:
-            return None
-        tensor = inputs[0]
-        if (
-            op.layout
-            or submission.numbers
-            or submission.copies
-            or tensor.is_inference()
-            or not arithmetic.is_plain(tensor)
-        ):
-            return None
-        if op in self._kinds:
-            kind = self._kinds[op]
-        else:
-            if len(self._kinds) >= REMEMBERED:
-                self._kinds.clear()
-            kind = self._kinds[op] = _SmallAllReduce(self._where, submission) if _moves_as_it_is(op) else None
-        return None if kind is None else kind.plan(op, inputs)
-
-
-def _moves_as_it_is(op: AllReduce) -> bool:
-    """Whether tensors of the dtype are reduced and moved without a conversion."""
-    dtype = op.dtype
-    as_stored = stored_dtype(dtype) == dtype and not dtype.is_complex
-    return as_stored and arithmetic.accumulator(dtype, op.reduction.type) == dtype
-
-
-@final
-class _SmallAllReduce:
-    """The steps of small all_reduces of one kind."""
-
-    def __init__(self, where: HostPlacement, submission: Submission) -> None:
-        op: Any = submission.op
-        self._where = where
-        self._reduction: ReduceOp = op.reduction
-        self._label = label_of(submission)
-        reduction = _WITHOUT_FACTOR.get(op.reduction.type, op.reduction)
-        self._divides: bool = op.reduction.type is RedOpType.AVG
-        up = Reduce(op.dtype, op.numel, 0, reduction, label=self._label)
-        across = AllReduce(op.dtype, op.numel, reduction, label=self._label)
-        down = Broadcast(op.dtype, op.numel, 0, label=self._label)
-        leads = where.leads
-        # one object for each kind of step: the fast path knows kinds by it
-        self._up: Check = lambda _, tensor: Call(up, (tensor,), (tensor,) if leads else (), None)
-        self._across: Check = lambda _, tensor: Call(across, (tensor,), (tensor,), None)
-        self._down: Check = lambda _, tensor: Call(down, (tensor,) * leads, (tensor,) * (not leads), None)
-
-    def plan(self, op: AllReduce, tensors: tuple[Tensor, ...]) -> OpPlan:
-        where = self._where
-        remember(self._label, op)
-        steps = []
-        if not where.alone:
-            steps.append(Leg(Lane.UP, partial(self._up, None, *tensors), (self._up, tensors)))
-        if where.leads:
-            steps.append(Leg(Lane.ACROSS, partial(self._across, None, *tensors)))
-        divide = partial(self._divide, *tensors) if self._divides and where.leads else None
-        if where.alone:
-            return OpPlan([PiecePlan(steps, divide)], label=self._label)
-        if divide is None:
-            steps.append(Leg(Lane.DOWN, partial(self._down, None, *tensors), (self._down, tensors)))
-        else:
-            steps.append(Leg(Lane.DOWN, partial(self._divide, *tensors)))
-        return OpPlan([PiecePlan(steps)], label=self._label)
-
-    def _divide(self, tensor: Tensor) -> Call:
-        arithmetic.narrow(tensor, tensor, self._reduction, self._where.size)
-        return self._down(None, tensor)
 
 
 def _by_leaders(where: HostPlacement, r: _Reduction, total: Tensor, result: Tensor) -> PiecePlan:

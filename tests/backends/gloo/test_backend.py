@@ -182,7 +182,7 @@ async def test_an_error_does_not_keep_the_groups() -> None:
     groups = [weakref.ref(gloo) for gloo in gloos]
     gloos[0].poison()
     del gloos
-    works = [comm.all_reduce(torch.ones(20000)) for comm in comms]  # more than frames carry; gloo refuses it
+    works = [comm.all_reduce(torch.ones(300_000)) for comm in comms]  # more than frames carry; gloo refuses it
     errors = await asyncio.gather(*works, return_exceptions=True)
     assert all(isinstance(error, BrokenError) for error in errors)
     (first, *_) = [error for error in errors if isinstance(error.__cause__, RuntimeError)]  # the other may report it

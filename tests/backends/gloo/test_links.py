@@ -85,6 +85,24 @@ def test_a_write_ends_when_the_socket_is_full(pair: tuple[socket.socket, socket.
     assert not done
 
 
+@pytest.mark.parametrize("sizes", [(88, 3), (88, 5 << 20), (5 << 20, 88), (3 << 20, 5 << 20), (0, 9), (9, 0)])
+def test_parts_that_are_sent_arrive_in_order(pair: tuple[socket.socket, socket.socket], sizes: tuple[int, int]) -> None:
+    """Also those that the socket takes in part, or not at all, behind earlier data."""
+    choose = random.Random(1)
+    sender = MessageLink(pair[0], 0, outbound=True, arrived=unexpected)
+    taker = Taker(pair[1], 0)
+    sent = []
+    for _ in range(2):
+        data = choose.randbytes(sizes[0]), choose.randbytes(sizes[1])
+        sender.send(Header(Kind.DATA, first=sum(sizes)).pack() + data[0], bytearray(data[1]))
+        sent.append(data[0] + data[1])
+    while len(taker.got) < 2:
+        sender.write()
+        taker.link.read()
+    assert [data for _, data in taker.got] == sent
+    assert not sender.pending
+
+
 def test_more_parts_than_one_system_call_takes(pair: tuple[socket.socket, socket.socket]) -> None:
     sender = MessageLink(pair[0], 0, outbound=True, arrived=unexpected)
     taker = Taker(pair[1], 0)

@@ -14,12 +14,13 @@ from asynccomm import CollectiveMismatchError, Comm, ReduceOp, Work, new_comm
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo import disputes
 from asynccomm.backends.gloo.collectives import GlooCollectives
-from asynccomm.backends.gloo.frames import Frame, heading_of
+from asynccomm.backends.gloo.frames import PAIR, CarriedReduce, Frame, heading_of
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.predictions import REMEMBERED, Predictor
 from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, GlooGroups
 from asynccomm.backends.ordered_executor import OrderedExecutor
-from asynccomm.ops import AllReduce, Broadcast
+from asynccomm.errors import BackendError
+from asynccomm.ops import AllReduce, Broadcast, Call
 from asynccomm.ops.validation import CommInfo
 from tests.waiting import until
 
@@ -162,7 +163,7 @@ class Rank:
     def frames_arrive(self, number: int, theirs: Frame | None = None) -> None:
         """Rank 1 sends the same as rank 0 for frame ``number``, or something else."""
         frame, done = self.frames.calls[number]
-        frame.put(1, (theirs or frame).packed(0))
+        frame.put(1, bytes((theirs or frame).packed(0)))  # a copy, as the network makes
         done(None)
 
     def data_arrive(self, number: int) -> None:
@@ -171,7 +172,7 @@ class Rank:
     def usual(self, root: int | None = None) -> int:
         """Call the same until it is predicted; returns how many calls it took."""
         for number in range(4):
-            self.call(20000, root)
+            self.call(300_000, root)
             self.frames_arrive(number)
             self.data_arrive(number)
         return 4
@@ -226,7 +227,7 @@ def frame_of(n: int, place: int) -> Frame:
 
 def test_what_is_predicted_and_needs_every_rank_has_no_frame(rank: Rank) -> None:
     usual = rank.usual()
-    work = rank.call(20000)
+    work = rank.call(300_000)
     assert len(rank.frames.calls) == usual
     assert len(rank.small.calls) == usual + 1, "is handed over at once"
     assert not work.settled
@@ -248,7 +249,7 @@ def test_a_short_call_travels_in_its_frame_even_if_it_was_predicted(rank: Rank) 
 
 def test_what_is_predicted_and_has_a_root_is_ahead_of_its_frames(rank: Rank) -> None:
     usual = rank.usual(root=0)
-    works = [rank.call(20000, 0), rank.call(20000, 0)]
+    works = [rank.call(300_000, 0), rank.call(300_000, 0)]
     assert len(rank.small.calls) == usual + 1, "frames are under way, and ranks may not have agreed on that call"
     rank.data_arrive(usual)
     assert not works[0].settled, "its frames are not here"
@@ -262,7 +263,7 @@ def test_what_is_predicted_and_has_a_root_is_ahead_of_its_frames(rank: Rank) -> 
 
 def test_frames_may_come_before_the_data(rank: Rank) -> None:
     usual = rank.usual(root=0)
-    work = rank.call(20000, 0)
+    work = rank.call(300_000, 0)
     rank.frames_arrive(usual)
     assert not work.settled
     rank.data_arrive(usual)
@@ -272,7 +273,7 @@ def test_frames_may_come_before_the_data(rank: Rank) -> None:
 def test_what_is_not_predicted_waits_for_its_frames_and_raises_an_alarm(rank: Rank) -> None:
     usual = rank.usual()
     assert not rank.messages("send")
-    work = rank.call(20001)
+    work = rank.call(300_001)
     assert len(rank.small.calls) == usual
     ((_, _, (text, *_)),) = rank.messages("send")
     assert text.view(torch.int64).item() == usual
@@ -284,7 +285,7 @@ def test_what_is_not_predicted_waits_for_its_frames_and_raises_an_alarm(rank: Ra
 def test_what_has_no_frame_waits_for_the_frames_before_it_and_keeps_its_place(rank: Rank) -> None:
     for root in (0, None, None) * 4:
         frames = len(rank.frames.calls)
-        rank.call(20000, root)
+        rank.call(300_000, root)
         if len(rank.frames.calls) > frames:
             rank.frames_arrive(frames)
         rank.data_arrive(-1)
@@ -293,9 +294,9 @@ def test_what_has_no_frame_waits_for_the_frames_before_it_and_keeps_its_place(ra
     def started() -> list[str]:
         return [name for name, *_ in rank.small.calls[before:]]
 
-    rank.call(20000, 0)
-    works = [rank.call(20000), rank.call(20000)]
-    rank.call(20000, 0)
+    rank.call(300_000, 0)
+    works = [rank.call(300_000), rank.call(300_000)]
+    rank.call(300_000, 0)
     assert started() == ["broadcast"]
     assert len(rank.frames.calls) == frames + 2
     rank.frames_arrive(frames)
@@ -309,10 +310,10 @@ def test_what_has_no_frame_waits_for_the_frames_before_it_and_keeps_its_place(ra
 
 async def test_an_alarm_brings_a_frame_for_what_had_none(rank: Rank) -> None:
     usual = rank.usual()
-    work = rank.call(20000)
+    work = rank.call(300_000)
     await rank.alarm(usual)
     assert len(rank.frames.calls) == usual + 1
-    rank.frames_arrive(usual, frame_of(20001, usual))
+    rank.frames_arrive(usual, frame_of(300_001, usual))
     rank.small.calls[usual][1].future.set_exception(RuntimeError("closed"))
     assert not work.settled
     assert not rank.errors, "which of the ranks differ is about to be known"
@@ -321,28 +322,28 @@ async def test_an_alarm_brings_a_frame_for_what_had_none(rank: Rank) -> None:
 
 async def test_an_alarm_for_a_call_to_come_makes_it_send_its_frame(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(20000)
+    rank.call(300_000)
     rank.data_arrive(usual)
     await rank.alarm(usual + 1)
-    rank.call(20000)
+    rank.call(300_000)
     assert len(rank.frames.calls) == usual + 1
     assert len(rank.small.calls) == usual + 1
 
 
 async def test_an_alarm_for_what_is_past_changes_nothing(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(20000)
+    rank.call(300_000)
     rank.data_arrive(usual)
     await rank.alarm(1)
     await rank.alarm(usual)
-    rank.call(20000)
+    rank.call(300_000)
     assert len(rank.frames.calls) == usual
 
 
 async def test_a_later_frame_serves_as_well(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(20000)
-    rank.call(20001)
+    rank.call(300_000)
+    rank.call(300_001)
     assert len(rank.frames.calls) == usual + 1
     await rank.alarm(usual)
     assert len(rank.frames.calls) == usual + 1
@@ -352,7 +353,7 @@ async def test_a_later_frame_serves_as_well(rank: Rank) -> None:
 
 async def test_an_alarm_without_a_difference_is_an_error(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(20000)
+    rank.call(300_000)
     await rank.alarm(usual)
     rank.frames_arrive(usual)
     (error,) = rank.errors
@@ -361,17 +362,17 @@ async def test_an_alarm_without_a_difference_is_an_error(rank: Rank) -> None:
 
 async def test_an_alarm_is_passed_on_once(rank: Rank) -> None:
     usual = rank.usual()
-    rank.call(20000)
+    rank.call(300_000)
     rank.data_arrive(usual)
     await rank.alarm(usual + 1)
     await rank.alarm(usual + 1)
-    rank.call(20001)
+    rank.call(300_001)
     assert len(rank.messages("send")) == 1
 
 
 def test_data_that_fail_end_the_comm(rank: Rank) -> None:
     usual = rank.usual()
-    work = rank.call(20000)
+    work = rank.call(300_000)
     rank.small.calls[usual][1].future.set_exception(RuntimeError("closed"))
     assert [str(error) for error in rank.errors] == ["closed"]
     assert not work.settled
@@ -438,7 +439,7 @@ async def test_programs_that_change(comm: Comm) -> None:
     generator = random.Random(11)
     total = sum(range(1, comm.size + 1))
     for _ in range(30):
-        loop = [(generator.randrange(4), generator.choice([10, 3000, 3001, 40000])) for _ in range(3)]
+        loop = [(generator.randrange(4), generator.choice([10, 3000, 3001, 300_000])) for _ in range(3)]
         awaited = generator.random() < 0.7
         works: list[tuple[Work[Any], torch.Tensor, float]] = []
         for kind, n in loop * 4:
@@ -460,3 +461,95 @@ async def test_programs_that_change(comm: Comm) -> None:
         for work, tensor, value in works:
             await work
             assert tensor.eq(value).all()
+
+
+class Exchanged:
+    """An all_reduce of two ones as an exchange of ``rank``."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.tensor = torch.ones(2)
+        self.over = 0
+        self.described = 0
+        self._seq = rank.seq
+        kind = CarriedReduce.of(self.describe(), 2)
+        assert kind is not None
+        self.taken = rank.collectives.exchange(kind, self.tensor, rank.seq, self.describe, self.end)
+        rank.seq += self.taken
+
+    def describe(self) -> Submission:
+        self.described += 1
+        work: Any = FakeOfOurs(self._seq)
+        group = CommInfo("t", 0, 2, torch.device("cpu"))
+        return Submission(AllReduce.of(group, self.tensor, ReduceOp.SUM), work)
+
+    def end(self) -> None:
+        self.over += 1
+
+
+def test_an_exchange_has_the_frame_of_a_call(rank: Rank) -> None:
+    rank.call(2)
+    rank.call(2)
+    step = Exchanged(rank)
+    usual = Frame(0, 2)
+    usual.fill(step.describe(), 2, heading_of(step.describe()))
+    assert rank.frames.calls[2][0].packed(1) == usual.packed(1)
+    theirs = frame_of(2, 2)
+    for number in range(3):
+        assert step.over == 0, "the earlier calls are not over"
+        rank.frames_arrive(number, theirs if number == 2 else None)
+    assert step.taken
+    assert step.over == 1
+    assert step.tensor.tolist() == [2.0, 2.0]
+    assert step.described == 3, "described for nothing else"
+    rank.call(2)
+    rank.frames_arrive(3)
+    assert not rank.errors
+
+
+def test_an_exchange_is_submitted_where_a_frame_may_be_left_out(rank: Rank) -> None:
+    rank.usual()
+    frames = len(rank.frames.calls)
+    assert not Exchanged(rank).taken
+    assert len(rank.frames.calls) == frames
+    rank.call(300_000)  # as predicted still
+    assert len(rank.frames.calls) == frames
+
+
+def test_an_exchange_is_submitted_behind_collectives_that_wait(rank: Rank) -> None:
+    group, tensor = CommInfo("t", 0, 2, torch.device("cpu")), torch.ones(3)
+    for seq in range(2):  # the second waits for the memory
+        work: Any = FakeOfOurs(seq)
+        rank.collectives.submit([Submission(AllReduce.of(group, tensor, ReduceOp.SUM), work)])
+    assert not Exchanged(rank).taken
+
+
+def test_an_exchange_that_meets_another_call_is_disputed(rank: Rank) -> None:
+    step = Exchanged(rank)
+    rank.frames_arrive(0, frame_of(3, 0))
+    assert rank.described() == (0, "all_reduce")
+    assert step.over == 0
+    assert step.tensor.tolist() == [1.0, 1.0]
+
+
+def test_an_exchange_fails_with_its_frames(rank: Rank) -> None:
+    step = Exchanged(rank)
+    rank.frames.calls[0][1](BackendError("rank 1: lost"))
+    assert [str(error) for error in rank.errors] == ["rank 1: lost"]
+    assert step.over == 0
+
+
+def test_what_is_no_exchange() -> None:
+    group, tensor, work = CommInfo("t", 0, 2, torch.device("cpu")), torch.ones(2), FakeOfOurs(0)
+
+    def kind(call: Call) -> CarriedReduce | None:
+        return CarriedReduce.of(Submission(call, work), 2)  # type: ignore[arg-type]
+
+    assert kind(AllReduce.of(group, tensor, ReduceOp.MAX)) is not None
+    assert kind(AllReduce.of(group, tensor, ReduceOp.AVG)) is None
+    assert kind(AllReduce.of(group, tensor, ReduceOp.SUM, torch.ones(2))) is None
+    assert kind(AllReduce.of(group, tensor.bfloat16(), ReduceOp.SUM)) is None
+    assert kind(AllReduce.of(group, torch.ones(0), ReduceOp.SUM)) is None
+    assert kind(AllReduce.of(group, torch.ones(2, 3).t(), ReduceOp.SUM)) is None
+    assert kind(AllReduce.of(group, torch.ones(PAIR // 4), ReduceOp.SUM)) is not None
+    assert kind(AllReduce.of(group, torch.ones(PAIR // 4 + 1), ReduceOp.SUM)) is None
+    assert kind(Broadcast.of(group, tensor, 0)) is None

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
-from asynccomm.backends.hierarchical.lane_calls import Begun
+from asynccomm.backends.hierarchical.lane_calls import QuickStep
 from asynccomm.backends.hierarchical.pipeline import LARGE, Lane, Leg, OpPlan, PiecePlan, Pipeline
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
@@ -58,28 +58,40 @@ class LaneBackend(Backend):
     def abort(self) -> None: ...
 
 
-class FastLane:
-    """Takes the steps as the test says."""
+class QuickLane:
+    """Takes steps as the test says: over at once, not at all, or (None) begun."""
 
-    def __init__(self, *taken: Begun | None) -> None:
+    def __init__(self, *taken: bool | None) -> None:
         self.taken = list(taken)
-        self.begun: list[tuple[int, object, tuple[torch.Tensor, ...]]] = []
+        self.calls: list[tuple[int, object, tuple[torch.Tensor, ...]]] = []
+        self.steps: list[QuickStep] = []
 
-    def begin(self, number: int, check: Callable[..., Call], tensors: tuple[torch.Tensor, ...]) -> Begun | None:
-        self.begun.append((number, check, tensors))
-        return self.taken.pop(0)
+    def begin(
+        self,
+        number: int,
+        check: Callable[..., Call],
+        tensors: tuple[torch.Tensor, ...],
+        describe: Callable[[], Submission],
+        over: Callable[[], object],
+    ) -> QuickStep | bool:
+        self.calls.append((number, check, tensors))
+        taken = self.taken.pop(0)
+        if taken is not None:
+            return taken
+        self.steps.append(QuickStep(describe().op, number, (torch.ones(2),), over))
+        return self.steps[-1]
 
 
 class Line:
     """A pipeline of three such lanes."""
 
-    def __init__(self, fast: Any = None) -> None:
+    def __init__(self, quick: Any = None) -> None:
         self.up, self.across, self.down = LaneBackend(), LaneBackend(), LaneBackend()
         self.errors: list[BrokenError] = []
         self.over: list[int] = []
         self.mailbox = Mailbox(asyncio.get_running_loop())
         lanes = dict(zip(Lane, (self.up, self.across, self.down), strict=True))
-        self.pipeline = Pipeline("test", self.mailbox, lanes, {Lane.UP: fast} if fast else {}, self.errors.append)
+        self.pipeline = Pipeline("test", self.mailbox, lanes, {Lane.UP: quick} if quick else {}, self.errors.append)
 
     def start(
         self, number: int, *lanes: Lane, call: Callable[[], Call] | None = None, tensor: torch.Tensor | None = None
@@ -312,26 +324,34 @@ def barrier(group: object) -> Call:
     return Call(Barrier(), (), (), None)
 
 
-async def test_a_lane_with_a_fast_path_needs_no_submission_of_a_leg_that_ends_there() -> None:
-    fast = FastLane(Begun(None), Begun(None))
-    line = Line(fast)
+async def test_a_quick_step_that_is_over_at_once_needs_no_submission() -> None:
+    quick = QuickLane(True, True)
+    line = Line(quick)
     legs = [Leg(Lane.UP, pytest.fail, (barrier, ())), Leg(Lane.DOWN, partial(barrier, None))]
     for number in range(2):
         line.start_way(number, OpPlan([PiecePlan(legs)]))
-    assert fast.begun == [(0, barrier, ()), (1, barrier, ())]
+    assert quick.calls == [(0, barrier, ()), (1, barrier, ())]
     assert line.counts() == (0, 0, 2)
     line.down.settle(0)
     line.down.settle(1)
     assert line.over == [0, 1]
 
 
-async def test_a_leg_that_the_fast_path_has_begun_goes_on_in_the_backend() -> None:
-    line = Line(FastLane(Begun("run"), None))
+async def test_a_quick_step_ends_its_operation_and_stands_for_the_work_meanwhile() -> None:
+    quick = QuickLane(None, False)
+    line = Line(quick)
     leg = Leg(Lane.UP, partial(barrier, None), (barrier, ()))
-    for number in range(2):
-        line.start_way(number, OpPlan([PiecePlan([leg])], label=f"of {number}"))
-    assert [step.run for step in line.up.submitted] == ["run", None]
-    assert [step.op.label for step in line.up.submitted] == ["of 0", "of 1"]
+    works = [line.start_way(number, OpPlan([PiecePlan([leg])], label=f"of {number}")) for number in range(2)]
+    assert [step.op.label for step in (*quick.steps, *line.up.submitted)] == ["of 0", "of 1"]
+    line.pipeline.before_await(works[0])
+    assert line.up.awaited == quick.steps
+    line.pipeline.before_block(works[0])
+    assert line.up.blocked == [*quick.steps, line.up.submitted[0].work]
+    assert line.over == []
+    quick.steps[0].settle()
+    assert line.over == [0]
+    line.up.settle(0)
+    assert line.over == [0, 1]
 
 
 async def test_a_blocked_thread_needs_no_event_loop_for_its_operation_and_earlier_ones() -> None:
