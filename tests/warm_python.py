@@ -41,7 +41,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 MESSAGE_BYTES: Final = 1 << 17
 DESCRIPTORS: Final = 64  # at most, of one command
 # modules that start Python themselves
-STARTERS: Final = {"pytest", "asynccomm.cli.main", "asynccomm.cli.tethered", "torch.distributed.run"}
+STARTERS: Final = {"pytest", "asynccomm", "asynccomm.cli.main", "asynccomm.cli.tethered", "torch.distributed.run"}
 EXECNET: Final = "import sys;exec(eval(sys.stdin.readline()))"  # the program of xdist's workers
 # imported before any fork
 IMPORTS: Final = (
