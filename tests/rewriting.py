@@ -23,15 +23,18 @@ FOLDER: Final = "ASYNCCOMM_TESTS_REWRITTEN"  # the environment variable with the
 
 _real_rewrite = getattr(rewrite, "_rewrite_test", None)  # of pytest, which does not promise it
 _made: list[str] = []  # folders that this process has made
+_folder = Path()  # which a test cannot change with its environment
 
 
 def install() -> None:
     """From now on, this process and its children rewrite no file that one of them has rewritten."""
+    global _folder
     if _real_rewrite is None:
         return
     if not os.path.isdir(os.environ.get(FOLDER, "")):
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="asynccomm-tests-")
         _made.append(os.environ[FOLDER])
+    _folder = Path(os.environ[FOLDER])
     rewrite._rewrite_test = rewritten
 
 
@@ -46,7 +49,7 @@ def rewritten(path: Path, config: pytest.Config) -> tuple[os.stat_result, CodeTy
     assert _real_rewrite is not None
     status = os.stat(path)
     version = f"{path} {status.st_mtime_ns} {status.st_size}"
-    file = Path(os.environ[FOLDER], hashlib.sha256(version.encode()).hexdigest())
+    file = _folder / hashlib.sha256(version.encode()).hexdigest()
     try:
         return status, marshal.loads(file.read_bytes())
     except FileNotFoundError:
