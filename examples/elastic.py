@@ -283,4 +283,4 @@ if __name__ == "__main__":
     if options.role == "rank":
         asynccomm.run(be_rank(options.backend, options.at))
     else:
-        asynccomm.run(watch(options.backend, f"rank {options.kill}", options.at))
+        asyncio.run(watch(options.backend, f"rank {options.kill}", options.at))

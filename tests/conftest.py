@@ -13,7 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import sampling, warm_python
+from tests import rewriting, sampling, warm_python
+
+rewriting.install()
 
 # The same examples each time, and none of them fails because the machine is busy. For other ones, another time:
 # pytest --hypothesis-profile=search
@@ -42,6 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
         sampling.be_exhaustive()
         if not config.getoption("--hypothesis-profile"):
             settings.load_profile("exhaustive")
+
+
+def pytest_unconfigure() -> None:
+    rewriting.remove()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    rewriting.rewrite_share(session.config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -37,6 +37,11 @@ def examples(count: int) -> settings:
     return settings(max_examples=count if exhaustive() else max(min(LEAST, count), math.ceil(count * SHARE)))
 
 
+def amount(all_of_them: int, usual: int) -> int:
+    """``usual`` without ``--exhaustive``, ``all_of_them`` with it."""
+    return all_of_them if exhaustive() else usual
+
+
 def some(cases: Sequence[C], count: int) -> Sequence[C]:
     """``count`` of ``cases``, evenly spread, without ``--exhaustive``; all with it."""
     if exhaustive() or len(cases) <= count:

@@ -39,10 +39,11 @@ def prose_of(path: Path) -> Iterator[str]:
 def counts() -> dict[str, int]:
     """The counted words of each file of the library and of each document, where there are any."""
     found = {}
-    for path in sorted([*(ROOT / "asynccomm").rglob("*.py"), *ROOT.rglob("*.md")]):
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    documents = [*ROOT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))]
+    for path in sorted([*(ROOT / "asynccomm").rglob("*.py"), *documents]):
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith("."):
-            found[name] = sum(len(WORDS.findall(QUOTED.sub("", text))) for text in prose_of(path))
+        found[name] = sum(len(WORDS.findall(QUOTED.sub("", text))) for text in prose_of(path))
     return {name: count for name, count in found.items() if count}
 
 

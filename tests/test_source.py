@@ -1,9 +1,11 @@
 """The source itself: the order of packages, and one test file per module."""
 
 import ast
+import functools
 import inspect
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 from asynccomm import ops
 
@@ -63,19 +65,30 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports_of(path: Path) -> set[str]:
-    """Our modules that a file imports anywhere in it, also for type checking only."""
-    found = set()
+class Contents(NamedTuple):
+    """A file's part in the checks below; the syntax trees of all files would take much memory."""
+
+    imports: set[str]  #: our modules that it imports anywhere in it, also for type checking only
+    classes: list[str]
+    compared: set[str]  #: names in places where classes are compared
+
+
+@functools.cache
+def contents(path: Path) -> Contents:
+    imports, classes, compared = set(), [], set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             base = node.module or ""
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                found.add(inner if inner.removeprefix("asynccomm.") in MODULES else base)
-    return {name for name in found if name.split(".")[0] == "asynccomm"}
+                imports.add(inner if inner.removeprefix("asynccomm.") in MODULES else base)
+        elif isinstance(node, ast.ClassDef):
+            classes.append(node.name)
+        compared |= {each.id for each in _compared(node) if isinstance(each, ast.Name)}
+    return Contents({name for name in imports if name.split(".")[0] == "asynccomm"}, classes, compared)
 
 
 def test_order_has_every_package() -> None:
@@ -86,7 +99,7 @@ def test_imports_only_point_down() -> None:
     wrong = []
     for name, path in sorted(MODULES.items()):
         own = name.split(".")[0]
-        for target in sorted(imports_of(path)):
+        for target in sorted(contents(path).imports):
             package = target.removeprefix("asynccomm").removeprefix(".").split(".")[0]
             if not package or ORDER.index(package) > ORDER.index(own):
                 wrong.append(f"{name} imports {target}")
@@ -94,7 +107,7 @@ def test_imports_only_point_down() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    graph = {name: {t.removeprefix("asynccomm.") for t in imports_of(path)} for name, path in MODULES.items()}
+    graph = {name: {t.removeprefix("asynccomm.") for t in contents(path).imports} for name, path in MODULES.items()}
     TopologicalSorter(graph).prepare()  # raises with the cycle
 
 
@@ -116,9 +129,8 @@ def test_every_module_has_its_tests() -> None:
 def test_a_class_name_means_one_class() -> None:
     found: dict[str, list[str]] = {}
     for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(name)
+        for each in contents(path).classes:
+            found.setdefault(each, []).append(name)
     # names of other libraries in ``compat``, and the same role in two backends
     twins = {
         "Backend",
@@ -139,13 +151,8 @@ def test_a_class_name_means_one_class() -> None:
 def test_modules_that_distinguish_operations() -> None:
     operations = {name for name, kind in vars(ops).items() if inspect.isclass(kind) and "kind" in vars(kind)}
     assert "AllReduce" in operations
-    found = set()
-    for name, path in MODULES.items():
-        if not name.startswith("ops"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if {each.id for each in _compared(node) if isinstance(each, ast.Name)} & operations:
-                    found.add(name)
-    assert found == BY_OPERATION
+    others = {name: path for name, path in MODULES.items() if not name.startswith("ops")}
+    assert {name for name, path in others.items() if contents(path).compared & operations} == BY_OPERATION
 
 
 def _compared(node: ast.AST) -> list[ast.AST]:

@@ -80,16 +80,27 @@ def test_the_public_types_are_complete() -> None:
     assert not [name for name in vague if name.startswith(public)]
 
 
-def test_programs_have_precise_types() -> None:
-    done = pyright("--level", "error", PROGRAM)
-    assert done.returncode == 0, done.stdout
-
-
-def test_the_documents_code_has_right_types(tmp_path: Path) -> None:
-    """And the program above, by the same run of mypy, which uses the cache of the check of the package."""
+@pytest.fixture
+def programs(tmp_path: Path) -> list[Path]:
+    """The program beside this file, and the documents' code."""
     for block in BLOCKS:
         name = f"{Path(block.document).with_suffix('').as_posix().replace('/', '_')}_{block.line}.py"
         (tmp_path / name).write_text(typed(block))
     assert len(list(tmp_path.iterdir())) == len(BLOCKS)
-    done = checked("mypy", PROGRAM, tmp_path)
+    return [PROGRAM, tmp_path]
+
+
+def test_programs_have_precise_types(programs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With Pyright, which takes a few seconds."""
+    project = tmp_path_factory.mktemp("project") / "pyrightconfig.json"
+    project.write_text(json.dumps({"include": list(map(str, programs)), "typeCheckingMode": "standard"}))
+    done = pyright("--level", "error", "--outputjson", "--project", project)
+    assert json.loads(done.stdout)["summary"]["filesAnalyzed"] == len(BLOCKS) + 1
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.exhaustive
+def test_programs_have_precise_types_for_mypy(programs: list[Path]) -> None:
+    """By the cache of the check of the package; without it, mypy looks at torch for half a minute."""
+    done = checked("mypy", *programs)
     assert done.returncode == 0, done.stdout + done.stderr

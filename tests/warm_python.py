@@ -41,7 +41,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 MESSAGE_BYTES: Final = 1 << 17
 DESCRIPTORS: Final = 64  # at most, of one command
 # modules that start Python themselves
-STARTERS: Final = {"pytest", "asynccomm.cli.main", "asynccomm.cli.tethered", "torch.distributed.run"}
+STARTERS: Final = {"pytest", "asynccomm", "asynccomm.cli.main", "asynccomm.cli.tethered", "torch.distributed.run"}
 EXECNET: Final = "import sys;exec(eval(sys.stdin.readline()))"  # the program of xdist's workers
 # imported before any fork
 IMPORTS: Final = (
@@ -58,9 +58,10 @@ IMPORTS: Final = (
     "pytest_asyncio.plugin",
     "pytest_cov.plugin",
     "pytest_timeout",
+    "torch._dynamo",  # which torch itself imports at an optimizer's first step and in a mode of functions: 2 s
     "xdist.plugin",
 )
-EXAMPLES_IMPORT: Final = ("sklearn.datasets", "torch._dynamo")  # the latter for an optimizer's first step
+EXAMPLES_IMPORT: Final = ("sklearn.datasets",)
 _PLAIN: Final = dict.fromkeys(("shell", "env", "cwd", "executable", "preexec_fn", "start_new_session")) | {
     "close_fds": True,
     "umask": -1,

@@ -64,6 +64,7 @@ ANSWER_BYTES_EACH: Final = 4 << 10
 MEMBERS_INLINE: Final = 32  # ranks up to which each answer has the list of members
 REASON: Final = 40 << 10  # characters of the reason for a rejection, which may quote a hello
 PATIENCE: Final = 0.05  # seconds before the next read of hellos, if one exists beyond the counter
+FIRST_READ: Final = 0.002  # seconds until the next read of hellos, if one is missing below the counter; doubles
 
 Rank: TypeAlias = Annotated[int, Meta(ge=0)]
 Epoch: TypeAlias = Annotated[str, Meta(pattern="^[ -.0-~]{1,64}$")]  # any printable characters but a slash
@@ -255,6 +256,7 @@ class _HelloReader:
         self._version = version
         self._low = 1  # all lower numbers were read
         self._seen: set[int] = set()  # numbers read above _low
+        self._pause = FIRST_READ
         self._complained = False
 
     async def arrivals(self, deadline: float) -> list[_VersionedHello]:
@@ -265,8 +267,9 @@ class _HelloReader:
         there = await asyncio.gather(*(room.check([f"hello/{number}"]) for number in fresh))
         new = [number for number, is_there in zip(fresh, there, strict=True) if is_there]
         if not new:
-            await self._wait(f"hello/{count + 1}", deadline)
+            await self._wait(f"hello/{count + 1}", deadline, missing=bool(fresh))
             return []
+        self._pause = FIRST_READ
         said = await asyncio.gather(*(self._said(number, deadline) for number in new))
         self._seen.update(number for number, text in zip(new, said, strict=True) if text is not None)
         while self._low in self._seen:
@@ -281,13 +284,17 @@ class _HelloReader:
         last = range(max(fresh[-1] + 1 if fresh else self._low, count + 1 - WINDOW), count + 1)
         return fresh + [number for number in last if number not in self._seen]
 
-    async def _wait(self, key: str, deadline: float) -> None:
+    async def _wait(self, key: str, deadline: float, *, missing: bool) -> None:
+        """Wait for the next hello; ``missing``: a rank with a lower number is about to post its hello, or has gone."""
+        limit = LAST_LOOK
+        if missing:
+            limit, self._pause = self._pause, min(2 * self._pause, LAST_LOOK)
         with contextlib.suppress(StoreTimeoutError):
             if await self._room.check([key]):
                 # from a rank that got its number after the count was read, or from a foreign process without a number
                 await asyncio.sleep(max(0.0, min(PATIENCE, deadline - time.monotonic())))
             else:
-                await self._room.wait([key], max(0.0, min(LAST_LOOK, deadline - time.monotonic())))
+                await self._room.wait([key], max(0.0, min(limit, deadline - time.monotonic())))
 
     async def _said(self, number: int, deadline: float) -> bytes | None:
         """The hello with this number; None if it was deleted or the deadline has passed."""

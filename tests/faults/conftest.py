@@ -10,6 +10,8 @@ from typing import Any, Final, final
 
 import pytest
 
+from tests.sampling import exhaustive
+
 from .jobs import Nursery
 from .plans import COMBINATIONS, ISSUING, Case, plan
 from .reports import Outcome
@@ -25,14 +27,33 @@ _results_key = pytest.StashKey["list[tuple[Case, Outcome]]"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults", type=int, default=USUAL, metavar="N", help=f"cases of faults to run ({USUAL})")
+    parser.addoption("--faults", type=int, metavar="N", help=f"cases of faults to run (of {USUAL}, a sample)")
     parser.addoption("--faults-seed", type=int, default=SEED, metavar="S", help=f"draws other ones ({SEED})")
 
 
 def cases_of(config: pytest.Config) -> list[Case]:
     """All cases that are asked for."""
     # the options are unknown if this file was not yet loaded when the command line was read
-    return plan(config.getoption("--faults-seed", SEED), config.getoption("--faults", USUAL))
+    seed, count = config.getoption("--faults-seed", SEED), config.getoption("--faults", None)
+    cases = plan(seed, USUAL if count is None else count)
+    return list(cases if exhaustive() or count is not None else _sample(cases))
+
+
+def _sample(cases: Sequence[Case]) -> Iterator[Case]:
+    """Those in which something meets something else for the first time."""
+    seen: set[tuple[str, ...]] = set()
+    for case in cases:
+        fault, backend, phase = case.fault, case.backend, case.phase
+        meetings = {
+            ("fault on backend", fault, backend),
+            ("fault at phase", fault, phase),
+            ("fault in detail", fault, case.detail),
+            ("backend at phase", backend, phase),
+            ("operation", case.operation),
+        }
+        if meetings - seen:
+            yield case
+        seen |= meetings
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Inventory", "sockets_named", "what_is_left"]
 
 SECONDS: Final = 3.0  # for threads that were told to end to do so
 KEPT_DESCRIPTORS: Final = ("/dev/null",)  # of uvloop, in reserve
-KEPT_THREADS: Final = ("AnyIO worker thread", "asyncio_", "MainThread", "simulated stream")  # of the loop, not of comms
+KEPT_THREADS: Final = ("AnyIO worker thread", "asyncio_", "MainThread", "simulated ")  # of the loop, not of comms
 
 
 class Inventory(NamedTuple):

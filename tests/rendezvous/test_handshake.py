@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -313,6 +313,34 @@ async def test_a_rank_that_went_away_in_the_middle_of_its_hello(
     assert await store.add(f"world/{epoch}/arrivals", 1) == 1  # and no hello/1
     zero_result, one_result = await asyncio.gather(zero, start(store, 1))
     check_same([zero_result, one_result])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+async def test_a_hello_that_comes_after_rank_0_has_read_its_number(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    numbered, waiting = asyncio.Event(), asyncio.Event()
+
+    class SlowStore(MemoryStore):
+        async def add(self, key: str, amount: int) -> int:
+            if amount == 0:
+                await numbered.wait()
+            total = await super().add(key, amount)
+            if total == size - 1:
+                numbered.set()
+            return total
+
+        async def set(self, key: str, value: bytes | str) -> None:
+            if key.endswith("/hello/1"):
+                await waiting.wait()
+            await super().set(key, value)
+
+        async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+            if keys[0].endswith(f"/hello/{size}"):
+                waiting.set()
+            await super().wait(keys, timeout)
+
+    monkeypatch.setattr(module, "LAST_LOOK", 2 * LIMIT)
+    store = SlowStore()
+    check_same(await asyncio.gather(*(start(store, rank, size) for rank in range(size))))
 
 
 async def test_rank_0_lets_the_others_read_why_before_it_leaves(store: MemoryStore) -> None:

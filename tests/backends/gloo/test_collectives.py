@@ -138,7 +138,7 @@ async def test_a_difference_is_told_to_all_though_all_close_at_once(
     assert op != other_op
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(list(CASES), 12))
 @pytest.mark.ranks(some([3, 4], 1), backend="gloo", timeout=60)
 async def test_a_difference_is_told_to_many(comm: Comm, case: str) -> None:
     first, last = CASES[case]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.errors import BackendError
 from asynccomm.ops import AllReduce, Broadcast, Call
 from asynccomm.ops.validation import CommInfo
+from tests.sampling import some
 from tests.waiting import until
 
 A, B, C = b"a", b"b", b"c"
@@ -394,8 +396,18 @@ CALLS: Calls = {
 }
 
 
-@pytest.mark.parametrize("usual", ["all_reduce", "short", "several", "root", "gathered", "scattered", "barrier"])
-@pytest.mark.parametrize("other", ["longer", "max", "objects", "root"])
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    some(
+        list(
+            itertools.product(
+                ["all_reduce", "short", "several", "root", "gathered", "scattered", "barrier"],
+                ["longer", "max", "objects", "root"],
+            )
+        ),
+        10,
+    ),
+)
 @pytest.mark.ranks(3, backend="gloo", timeout=60)
 async def test_one_rank_that_leaves_the_usual_program(comm: Comm, usual: str, other: str) -> None:
     if usual == other:

@@ -1,5 +1,6 @@
 """What goes before and after a reduction."""
 
+import itertools
 import math
 
 import pytest
@@ -148,8 +149,17 @@ def test_in_inference_mode_and_back_without() -> None:
 
 
 @pytest.mark.ranks(some([3, 2], 1), backend="gloo")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, *FLOAT8])
-@pytest.mark.parametrize("n", [9, 1000, 1_500_000])
+@pytest.mark.parametrize(
+    ("dtype", "n"),
+    some(
+        list(
+            itertools.product(
+                [torch.float32, torch.float64, torch.float16, torch.bfloat16, *FLOAT8], [9, 1000, 1_500_000]
+            )
+        ),
+        8,
+    ),
+)
 async def test_nan_in_lists_of_tensors(comm: Comm, dtype: torch.dtype, n: int) -> None:
     for kind in (ReduceOp.MIN, ReduceOp.MAX):
         tensors = [torch.full((size,), 1.0 + comm.rank) for size in (n, 5, 0, n // 2)]

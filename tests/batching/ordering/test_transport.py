@@ -45,7 +45,7 @@ from asynccomm.batching.ordering import transport as module
 from asynccomm.batching.ordering.codec import MessageWriter
 from asynccomm.ops import Call, MessageSpace, Op, Parcel, Recv, RecvParcel, SendParcel
 from tests.backends.nccl import simulation
-from tests.sampling import some
+from tests.sampling import amount, some
 from tests.waiting import until
 
 BACKENDS = ["shm", "gloo"]
@@ -355,8 +355,7 @@ def numbers(log: Log) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(("size", "seed"), some(list(itertools.product([2, 3, 5], range(6))), 6))
 async def test_any_order_gives_the_right_results_in_one_order(size: int, seed: int) -> None:
     async with agreed(size) as comms:
         logs = await asyncio.gather(*(program(comm, seed, 12, len(STEPS)) for comm in comms))
@@ -371,7 +370,7 @@ async def test_any_order_gives_the_right_results_in_one_order(size: int, seed: i
 @pytest.mark.ranks(some([3, 1, 2, 4], 1), backend=BACKENDS)
 async def test_any_order_between_processes(comm: Comm) -> None:
     async with new_comm(comm.backend, name="agreed", ordering="agreed", timeout=30) as shared:
-        for seed in range(3):
+        for seed in some(range(3), 1):
             log = await program(shared, seed, 8, len(STEPS))
             logs: list[Any] = await comm.all_gather_object(numbers(log))
             assert all(found == logs[0] for found in logs)
@@ -1126,7 +1125,7 @@ async def test_calls_after_the_end_are_refused() -> None:
 @pytest.mark.ranks(3, backend=BACKENDS)
 async def test_much_at_once_and_much_that_waits_for_a_busy_rank(comm: Comm) -> None:
     async with new_comm(comm.backend, name="much", ordering="agreed", timeout=60) as shared:
-        count = 3000
+        count = amount(3000, 1000)
         tags = [f"{'long' * 100} {i}" for i in range(count)]
         random.Random(comm.rank).shuffle(tags)
         for repeat in range(2):  # announced in full, and then by number

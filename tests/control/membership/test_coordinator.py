@@ -30,7 +30,7 @@ from asynccomm.control.membership.reports import COMING
 from asynccomm.control.runs import ParticipantId
 from asynccomm.control.transport.schema import MessageError, decode
 from tests.control.simulated_job import Job
-from tests.sampling import examples
+from tests.sampling import amount, examples
 
 
 class Chair:
@@ -622,12 +622,12 @@ def test_any_order(data: st.DataObject, calm: bool, steps: list[int]) -> None:
 
 
 def test_no_rank_that_runs_is_ever_split_from_the_others() -> None:
-    seen = sum((by_seed(seed, calm=True) for seed in range(2000)), Counter[str]())
+    seen = sum((by_seed(seed, calm=True) for seed in range(amount(2000, 1000))), Counter[str]())
     # or it would show nothing
     for what in ("coordinator died", "unread", "Retry", "Rejected", "Excluded", "Finalized", "exited", "failed"):
         assert seen[what] > 20, what
 
 
 def test_of_all_who_sleep_and_wake_one_comm_goes_on() -> None:
-    for seed in range(1200):
+    for seed in range(amount(1200, 400)):
         by_seed(seed, calm=False)

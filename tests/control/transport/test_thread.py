@@ -16,6 +16,7 @@ from asynccomm.control.transport import thread as module
 from asynccomm.control.transport.thread import ControlThread, control_thread
 from tests.control.fake_listener import Door, Guest
 from tests.control.unauthenticated import descriptors, nothing_unclosed, until
+from tests.sampling import amount
 
 
 def test_one_thread_for_all_until_the_last_has_gone() -> None:
@@ -118,7 +119,7 @@ def test_whatever_comes_while_it_ends_is_done_or_refused() -> None:
     async def nothing() -> None:
         pass
 
-    for _ in range(200):
+    for _ in range(amount(200, 50)):
         thread = control_thread()
         calls = 0
         called: list[int] = []
