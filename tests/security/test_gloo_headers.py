@@ -23,7 +23,7 @@ from asynccomm import BackendError, BrokenError, Comm
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo import payloads
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
-from asynccomm.backends.gloo.frames import LONG, LONGEST, Frame
+from asynccomm.backends.gloo.frames import LONGEST, PAIR, Frame
 from asynccomm.backends.gloo.links import MessageLink
 from asynccomm.backends.gloo.messages import SHORT, Header, Kind
 from asynccomm.backends.gloo.p2p import PointToPoint
@@ -387,7 +387,7 @@ async def test_a_rank_that_sends_nonsense_over_a_real_gloo(comm: Comm, what: str
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(backend._collectives._exchange, "submit", nonsense)
                     if what == "frame":
-                        patch.setattr(Frame, "_parcel", lambda *_: bytes(LONG + 1))
+                        patch.setattr(Frame, "_parcel", lambda *_: bytes(PAIR + 1))
                     with pytest.raises(BrokenError, match=r"rank 0 (sent|has)"):
                         await doomed.broadcast_object(collectives[what], 0)  # which the giver may leave
                         await doomed.barrier()

@@ -209,8 +209,9 @@ SHOWN: Final = {
         "tests/comm/methods/test_groups.py::test_nodes_are_those_of_the_ranks_of_a_comm"
     ),
     "H74 streams, groups of torch, reductions by name": (
-        "tests/backends/nccl/test_backend.py::test_the_stream_of_the_call_is_followed_and_not_the_current_one "
-        "tests/backends/nccl/test_backend.py::test_wait_orders_and_ordered_suspends_until_it_can "
+        "tests/backends/nccl/test_collective_stream.py::"
+        "test_the_stream_of_the_call_is_followed_and_not_the_current_one "
+        "tests/backends/nccl/test_collective_stream.py::test_wait_orders_and_ordered_suspends_until_it_can "
         "tests/interop/test_wrap.py::test_comms_over_a_group "
         "tests/interop/test_wrap.py::test_a_group_without_a_store "
         "tests/ops/test_reduce_op.py::test_torchs_members_and_instances_are_understood"
