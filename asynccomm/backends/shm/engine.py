@@ -136,9 +136,8 @@ class Engine:
         if large:
             self._to_worker()
         elif asyncio._get_running_loop() is self._loop:
-            if not _has_just_waited(batch):
-                self._drive(arm=False)
-            if not self._arming and (self._queue or self._inbox or self._messages.pending):
+            self._drive(arm=False)
+            if not self._arming and (self._queue or self._messages.pending):
                 self._arming = True
                 self._loop.call_soon(self._arm)
         else:
@@ -507,8 +506,3 @@ class Engine:
         self._grown.clear()
         self._large_out = self._large_in
         self._waited.clear()
-
-
-def _has_just_waited(batch: Sequence[Submission]) -> bool:
-    """Whether the fast path has begun the only operation, and found that it has to wait."""
-    return len(batch) == 1 and batch[0].run is not None and batch[0].run.begun

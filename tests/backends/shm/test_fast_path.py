@@ -34,7 +34,6 @@ from asynccomm import (
 )
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.backends.shm.endpoint import SHORT
-from asynccomm.backends.shm.engine import Engine
 from asynccomm.comm.direct_calls import SubmitterCalls
 from asynccomm.core.callsite import show
 from asynccomm.core.native import CoreUnavailable, load_core
@@ -369,33 +368,6 @@ async def test_a_list_of_a_late_rank_goes_on(comm: Comm) -> None:
                 await comm.barrier()
             await asyncio.gather(work, *others)
             assert [tensor.tolist() for tensor in tensors] == [[2 * k + 1.0] * 5 for k in range(30)]
-
-
-@pytest.mark.ranks(2)
-async def test_a_call_that_waits_in_c_is_not_driven_once_more_in_the_call(
-    comm: Comm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driven: list[bool] = []
-    drive = Engine._drive
-
-    def noted(engine: Engine, patience: float = 0.0, *, arm: bool = True) -> bool:
-        driven.append(arm)
-        return drive(engine, patience, arm=arm)
-
-    tensor = torch.ones(3)
-    await comm.all_reduce(tensor)
-    if comm.rank == 1:
-        await comm.recv(torch.empty(1), 0)
-        work = comm.all_reduce(tensor)
-    else:
-        monkeypatch.setattr(Engine, "_drive", noted)
-        work = comm.all_reduce(tensor)
-        assert not work.done()
-        assert driven == []
-        monkeypatch.undo()
-        await comm.send(torch.ones(1), 1)
-    await work
-    assert tensor.tolist() == [4.0] * 3
 
 
 @pytest.mark.ranks(2)
