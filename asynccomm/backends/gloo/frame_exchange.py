@@ -8,7 +8,7 @@ end right behind a collective. Exchanges end in order, one at a time.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeAlias, final
@@ -35,7 +35,7 @@ class FrameExchange:
         self._waiting: deque[tuple[Frame, Done]] = deque()  # exchanges in progress, the oldest first
         self._arrived: dict[int, deque[bytes | bytearray]] = {peer: deque() for peer in self._others}
         self._gone: dict[int, str] = {}
-        self._unsent: set[int] = set()  # ranks with frames that their sockets have not taken yet
+        self._unsent: Counter[int] = Counter()  # by rank, the frames that its socket has not taken yet
         self._over: deque[Callable[[], object]] = deque()
         self._running = threading.Lock()  # held by the thread that reports the exchanges that are over
         self._reporter = 0  # that thread
@@ -57,7 +57,7 @@ class FrameExchange:
                         header = Header(Kind.FRAME, first=len(data)).pack()
                         endpoint.send(link, *((header + data,) if len(data) <= JOINED else (header, data)))
                         if link.pending and peer not in self._gone:
-                            self._unsent.add(peer)
+                            self._unsent[peer] += 1
                             link.put(done=partial(self._sent, link))
             self._advance()
 
@@ -84,14 +84,16 @@ class FrameExchange:
         self._advance()
 
     def _sent(self, link: MessageLink) -> None:
-        """Handle that a socket has taken a frame. Under the lock."""
-        if not link.pending:
-            self._unsent.discard(link.peer)
-            self._advance()
+        """Handle that a socket has taken a frame; messages may wait behind it. Under the lock."""
+        if self._unsent[link.peer] > 1:
+            self._unsent[link.peer] -= 1
+            return
+        del self._unsent[link.peer]
+        self._advance()
 
     def gone(self, peer: int, reason: str) -> None:
         """Handle the end of the connection with ``peer``. Under the lock."""
-        self._unsent.discard(peer)
+        del self._unsent[peer]
         self._gone[peer] = reason
         self._advance()
 

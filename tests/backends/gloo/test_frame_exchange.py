@@ -177,6 +177,7 @@ def test_an_exchange_is_not_over_before_the_sockets_have_taken_its_frames() -> N
         exchange.begin(frame_of(0, place), over.append)
         for peer in (1, 2):
             exchange.arrived(peer, frame_of(peer, place).packed(0))
+    full.put(b"a message, which has to wait behind the frames")
     exchange.settle()
     assert not over
     full.write()
@@ -192,3 +193,20 @@ def test_an_exchange_is_not_over_before_the_sockets_have_taken_its_frames() -> N
     for link in links.values():
         link.sock.close()
         link.there.close()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_messages_behind_frames_that_the_sockets_have_not_taken(comm: Comm) -> None:
+    """A receiver that is late fills the sockets, so messages queue up behind frames."""
+    tensors = [torch.full((1 << 17,), float(comm.rank + 1)) for _ in range(12)]
+    received = [torch.zeros(1) for _ in range(4)]
+    works = []
+    for i, tensor in enumerate(tensors):
+        works.append(comm.all_reduce(tensor))
+        if i % 3 == 0:
+            works.append(comm.send(torch.tensor([float(i)]), 1 - comm.rank))
+            works.append(comm.recv(received[i // 3], 1 - comm.rank))
+    for work in works:
+        await work
+    assert all(torch.equal(tensor, torch.full((1 << 17,), 3.0)) for tensor in tensors)
+    assert [each.item() for each in received] == [0.0, 3.0, 6.0, 9.0]
