@@ -44,7 +44,9 @@ typedef struct {
     Ring ring;
     uint64_t taken;
     unsigned long long head, number; /* bytes written; number of the next item */
-    int held; /* Python has the ring to itself, or items wait: put_short puts nothing */
+    int held; /* items wait, or the end has failed: put_short puts nothing */
+    int locked; /* how often the lock is held */
+    PyObject *acquire, *release; /* of the lock, an RLock of Python */
     uint64_t made; /* bytes of the ring that have pages */
     int count, slots[SLOTS];
     int bells[SLOTS]; /* sockets by slot; -1: Python wakes the reader */
@@ -99,6 +101,16 @@ static void *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(
 
 /* ---- the writer --------------------------------------------------------------------------------------------------- */
 
+static int make_lock(Writer *w)
+{
+    PyObject *threading = PyImport_ImportModule("threading");
+    PyObject *lock = threading ? PyObject_CallMethod(threading, "RLock", NULL) : NULL;
+    Py_XDECREF(threading);
+    if (lock) w->acquire = PyObject_GetAttrString(lock, "acquire"), w->release = PyObject_GetAttrString(lock, "release");
+    Py_XDECREF(lock);
+    return w->acquire && w->release ? 0 : -1;
+}
+
 static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     PyObject *memory;
@@ -107,7 +119,7 @@ static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     if (!PyArg_ParseTuple(args, "OKKp", &memory, &address, &ring, &drops)) return NULL;
     Writer *w = new_object(type);
     for (int slot = 0; w && slot < SLOTS; slot++) w->bells[slot] = -1;
-    if (w && open_ring(&w->ring, memory, ring, drops)) Py_CLEAR(w);
+    if (w && (open_ring(&w->ring, memory, ring, drops) || make_lock(w))) Py_CLEAR(w);
     return (PyObject *)w;
 }
 
@@ -246,11 +258,11 @@ static PyObject *Writer_put_bytes(PyObject *self, PyObject *item)
     return put_item((Writer *)self, item);
 }
 
-/* put_short(item): as put_bytes, without the lock of the end, as the GIL is kept; whether it was done */
+/* put_short(item): as put_bytes, if the lock is free; the GIL is kept, so no thread takes it meanwhile; whether it was done */
 static PyObject *Writer_put_short(PyObject *self, PyObject *item)
 {
     Writer *w = (Writer *)self;
-    if (w->held || !PyBytes_CheckExact(item) || PyBytes_Size(item) >= WITHOUT_GIL) Py_RETURN_FALSE;
+    if (w->held || w->locked || !PyBytes_CheckExact(item) || PyBytes_Size(item) >= WITHOUT_GIL) Py_RETURN_FALSE;
     if ((uint64_t)PyBytes_Size(item) + FRAME_HEADER > w->ring.ring / 4) Py_RETURN_FALSE;
     for (int k = 0; k < w->count; k++) {
         if (w->bells[w->slots[k]] < 0) Py_RETURN_FALSE; /* Python wakes this reader */
@@ -260,6 +272,26 @@ static PyObject *Writer_put_short(PyObject *self, PyObject *item)
     int done = PyLong_AsLong(result) != FULL;
     Py_DECREF(result);
     return PyBool_FromLong(done);
+}
+
+/* `with writer.lock`: in C, as no signal's handler runs between the lock and its count */
+static PyObject *Writer_enter(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    PyObject *taken = PyObject_CallFunctionObjArgs(((Writer *)self)->acquire, NULL);
+    if (taken) ((Writer *)self)->locked++;
+    return taken;
+}
+
+static PyObject *Writer_exit(PyObject *self, PyObject *Py_UNUSED(args))
+{
+    ((Writer *)self)->locked--;
+    return PyObject_CallFunctionObjArgs(((Writer *)self)->release, NULL);
+}
+
+static PyObject *Writer_lock(PyObject *self, void *Py_UNUSED(closure))
+{
+    Py_INCREF(self);
+    return self;
 }
 
 static PyObject *Writer_put(PyObject *self, PyObject *args)
@@ -287,6 +319,8 @@ static PyMethodDef writer_methods[] = {
     {"put", Writer_put, METH_VARARGS, "Write and publish a frame."},
     {"put_bytes", Writer_put_bytes, METH_O, "Write and publish an item of bytes."},
     {"put_short", Writer_put_short, METH_O, "Write and publish a short item of bytes, if nothing waits."},
+    {"__enter__", Writer_enter, METH_NOARGS, "Take the lock, as often as the thread likes."},
+    {"__exit__", Writer_exit, METH_VARARGS, "Release the lock."},
     {"set_bell", Writer_set_bell, METH_VARARGS, "Wake the reader of a slot by a socket."},
     {"set_slots", Writer_set_slots, METH_O, "Wait for these readers, and wake them."},
     {NULL, NULL, 0, NULL},
@@ -294,8 +328,17 @@ static PyMethodDef writer_methods[] = {
 static PyMemberDef writer_members[] = {{"head", T_ULONGLONG, offsetof(Writer, head), READONLY, NULL},
     {"number", T_ULONGLONG, offsetof(Writer, number), 0, NULL}, {"held", T_INT, offsetof(Writer, held), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
-static PyType_Slot writer_slots[] = {{Py_tp_new, (void *)Writer_new}, {Py_tp_dealloc, (void *)dealloc},
-    {Py_tp_methods, (void *)writer_methods}, {Py_tp_members, (void *)writer_members}, {0, NULL}};
+static PyGetSetDef writer_properties[] = {{"lock", Writer_lock, NULL, "Held by `with`.", NULL}, {NULL, NULL, NULL, NULL, NULL}};
+
+static void Writer_dealloc(PyObject *self)
+{
+    Py_XDECREF(((Writer *)self)->acquire), Py_XDECREF(((Writer *)self)->release);
+    dealloc(self);
+}
+
+static PyType_Slot writer_slots[] = {{Py_tp_new, (void *)Writer_new}, {Py_tp_dealloc, (void *)Writer_dealloc},
+    {Py_tp_methods, (void *)writer_methods}, {Py_tp_members, (void *)writer_members},
+    {Py_tp_getset, (void *)writer_properties}, {0, NULL}};
 static PyType_Spec writer_spec = {"_ring.Writer", sizeof(Writer), 0, Py_TPFLAGS_DEFAULT, writer_slots};
 
 /* ---- the reader --------------------------------------------------------------------------------------------------- */
@@ -464,8 +507,8 @@ static PyType_Spec reader_spec = {"_ring.Reader", sizeof(Reader), 0, Py_TPFLAGS_
 
 /* ---- the next item ------------------------------------------------------------------------------------------------ */
 
-/* An await takes the next item of those that were read ahead. It needs no coroutine for an item of bytes that need no more
- * checks; the coroutine function `wait` has the other cases. */
+/* A call gives an awaitable, whose await takes the next item of those that were read ahead. It needs no coroutine for an item
+ * of bytes that need no more checks; the coroutine function `wait` has the other cases. */
 typedef struct {
     PyObject_HEAD
     PyObject *found, *should_yield, *finished, *wait, *end;
@@ -531,9 +574,31 @@ static PyObject *plain_item(Next *next)
     return NULL;
 }
 
-static PyObject *Next_await(PyObject *self)
+typedef struct {
+    PyObject_HEAD
+    PyObject *next;
+} NextItem;
+
+static PyTypeObject *NextItem_Type;
+
+static PyObject *Next_call(PyObject *self, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(keywords))
 {
-    Next *next = (Next *)self;
+    NextItem *item = new_object(NextItem_Type);
+    if (item) item->next = self, Py_INCREF(self);
+    return (PyObject *)item;
+}
+
+static void NextItem_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF(((NextItem *)self)->next);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *NextItem_await(PyObject *self)
+{
+    Next *next = (Next *)((NextItem *)self)->next;
     if (!next->end) return PyErr_Format(PyExc_RuntimeError, "the queue was destroyed");
     PyObject *yields = PyObject_CallFunctionObjArgs(next->should_yield, NULL), *iterator = NULL;
     if (!yields) return NULL;
@@ -552,8 +617,12 @@ static PyObject *Next_await(PyObject *self)
 
 static PyType_Slot next_slots[] = {
     {Py_tp_new, (void *)Next_new}, {Py_tp_dealloc, (void *)Next_dealloc}, {Py_tp_traverse, (void *)Next_traverse},
-    {Py_tp_clear, (void *)Next_clear}, {Py_am_await, (void *)Next_await}, {0, NULL}};
+    {Py_tp_clear, (void *)Next_clear}, {Py_tp_call, (void *)Next_call}, {0, NULL}};
 static PyType_Spec next_spec = {"_ring.Next", sizeof(Next), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, next_slots};
+static PyType_Slot next_item_slots[] = {
+    {Py_tp_dealloc, (void *)NextItem_dealloc}, {Py_am_await, (void *)NextItem_await}, {0, NULL}};
+static PyType_Spec next_item_spec = {
+    "_ring.NextItem", sizeof(NextItem), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, next_item_slots};
 
 static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
 {
@@ -574,7 +643,8 @@ PyMODINIT_FUNC PyInit__ring(void)
     if (corrupt) module = PyModule_Create(&definition);
     name_popleft = PyUnicode_InternFromString("popleft"), name_appendleft = PyUnicode_InternFromString("appendleft");
     name_await = PyUnicode_InternFromString("__await__");
-    if (module && (!name_popleft || !name_appendleft || !name_await || add_type(module, "Writer", &writer_spec)
+    NextItem_Type = (PyTypeObject *)PyType_FromSpec(&next_item_spec);
+    if (module && (!NextItem_Type || !name_popleft || !name_appendleft || !name_await || add_type(module, "Writer", &writer_spec)
         || add_type(module, "Reader", &reader_spec) || add_type(module, "Next", &next_spec)))
         Py_CLEAR(module);
     return module;

@@ -46,7 +46,7 @@ class Doorbell:
     def _receive(self) -> None:
         try:
             data = self._sock.recv(1)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionResetError):  # the other side has left before it read all: its BYE follows
             return
         except OSError:
             data = b""

@@ -202,7 +202,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
     def __anext__(self) -> Awaitable[Any]:
         """The next item, until the writers have closed the queue. Cancelling and other errors as in :meth:`get`."""
-        return self._reading("get").item
+        return self._reading("get").item()
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

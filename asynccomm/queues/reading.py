@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from typing import Any, Final, final
 
 from asynccomm.backends.shm.fence import Fence
@@ -185,8 +186,8 @@ class ReadingEnd:
         self._found: deque[Found] = deque()
         self._error: AsyncCommError | None = None
         self._lock = threading.Lock()
-        #: each await takes the next item, or raises StopAsyncIteration; other errors as in ``next``
-        self.item: Awaitable[Any] = _NextItem(self)
+        #: its await takes the next item, or raises StopAsyncIteration; other errors as in ``next``
+        self.item: Callable[[], Awaitable[Any]] = partial(_NextItem, self)
         if not isinstance(_core, CoreUnavailable) and not isinstance(_work, CoreUnavailable):
             streak = self.waiters.streak
             self.item = _core.Next(self._found, streak.should_yield, _work.finished, _next_item, self, self._plain)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from typing import Any, Final, NamedTuple, final
 
@@ -65,7 +66,8 @@ class PythonWriter:
         self._taken = 0
         self.head = 0  #: bytes written
         self.number = 0  #: of the next item of ``put_bytes``
-        self.held = False
+        self.held = False  #: whether items wait, or the end has failed: ``put_short`` is to put nothing
+        self.lock = threading.RLock()  #: of the end
 
     def set_slots(self, slots: tuple[int, ...]) -> None:
         """Wait for these readers, and wake them."""
@@ -98,7 +100,7 @@ class PythonWriter:
         return result
 
     def put_short(self, item: object) -> bool:
-        """As :meth:`put_bytes`, without a lock; False: use another way, as always in Python."""
+        """As :meth:`put_bytes`, for short items while the lock is free; False: use another way, as always in Python."""
         return False
 
     def set_bell(self, slot: int, fd: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -56,31 +56,6 @@ class Put:
 
 
 @final
-class WriterLock:
-    """The lock of a writing end, for a thread again and again. Nothing is put without it while it is held.
-
-    Args:
-        waits: whether nothing is to be put without it afterwards, either.
-    """
-
-    def __init__(self, writer: Any, waits: Callable[[], bool]) -> None:
-        self._writer, self._waits = writer, waits
-        self._lock = threading.RLock()
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-        self._writer.held = True
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._writer.held = self._waits()
-        self._lock.release()
-
-
-@final
 class WritingEnd:
     """Puts items into the ring, in the order of the calls.
 
@@ -101,7 +76,7 @@ class WritingEnd:
         self._fence = Fence()
         self._pending: deque[Put] = deque()
         self._error: AsyncCommError | None = None
-        self._lock = WriterLock(self._writer, lambda: bool(self._pending) or self._error is not None)
+        self._lock: AbstractContextManager[Any] = self._writer.lock
 
     @property
     def number(self) -> int:
@@ -201,7 +176,7 @@ class WritingEnd:
             room = self._ring - max((self._behind(slot) for slot in self.targets), default=0)
             if self._pending or (need > room and not self._drops):
                 return False
-            self._pending.append(Put(outgoing))
+            self._queue(Put(outgoing))
             while self._pending:
                 self._advance()
             self.check()
@@ -215,7 +190,7 @@ class WritingEnd:
         with self._lock:
             self.check()
             put = Put(outgoing)
-            self._pending.append(put)
+            self._queue(put)
             if len(self._pending) == 1:
                 self._advance()
             return put
@@ -242,6 +217,10 @@ class WritingEnd:
                 self._advance()
             return None if self._pending else True
 
+    def _queue(self, put: Put) -> None:
+        self._writer.held = True  # first, so that an interrupt never leaves an item that short ones could get into
+        self._pending.append(put)
+
     def _advance(self) -> bool:
         """Write the first waiting item as far as the ring has room; returns whether anything has changed."""
         put = self._pending[0]
@@ -255,6 +234,7 @@ class WritingEnd:
         if done:
             self._writer.number += 1
             self._pending.popleft()
+            self._writer.held = bool(self._pending)
             put.done = True
         return done or moved > 0
 
@@ -294,6 +274,7 @@ class WritingEnd:
         self._arrivals.wake_soon()
 
     def _fail(self, error: AsyncCommError) -> None:
+        self._writer.held = True
         self._error = self._error or error
         while self._pending:
             self._pending.popleft().error = self._error

@@ -26,6 +26,16 @@ async def test_a_ring_wakes_the_other_side() -> None:
     assert other.fileno == -1
 
 
+async def test_a_leave_before_the_last_ring_is_read_is_no_loss() -> None:
+    """The kernel then tells of a reset ahead of the last bytes."""
+    events: list[object] = []
+    one, other = pair(events)
+    other.ring()
+    one.leave()
+    await until(lambda: len(events) == 2)
+    assert events == ["wake", True]
+
+
 async def test_an_end_without_a_leave_is_a_loss() -> None:
     events: list[object] = []
     one, other = pair(events)

@@ -219,6 +219,9 @@ async def test_an_await_takes_the_next_item() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert await anext(items) == b"last", "a wait that was cancelled before it began takes no item"
+        for number in range(3):
+            await queue.put(b"%d" % number)
+        assert await asyncio.gather(*[anext(items) for _ in range(3)]) == [b"0", b"1", b"2"]
         await queue.aclose()
         with pytest.raises(StopAsyncIteration):
             await anext(items)

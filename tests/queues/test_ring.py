@@ -139,6 +139,10 @@ def test_c_puts_short_items_of_bytes_without_the_lock() -> None:
         writer.held = True
         assert not writer.put_short(b"b")
         writer.held = False
+        with writer.lock:
+            with writer.lock:
+                assert not writer.put_short(b"b")
+            assert not writer.put_short(b"b")
         for item in ("text", bytearray(b"b"), bytes(1 << 16), None):  # the last one is copied without the GIL
             assert not writer.put_short(item)
         assert (writer.number, reader.take(None, 64, 1 << 20)) == (1, [b"a"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +16,7 @@ from asynccomm.queues.doorbell import Doorbell
 from asynccomm.queues.layout import FAILED, SLEEPING, STATE, TAIL, WAITING, slot_word
 from asynccomm.queues.options import QueueOptions
 from asynccomm.queues.ring import PythonReader
-from asynccomm.queues.writing import Target, WriterLock, WritingEnd
+from asynccomm.queues.writing import Target, WritingEnd
 from tests.queues.rings import hosted, new_segment, readers_of
 
 RING = 4096
@@ -133,15 +133,28 @@ async def test_short_items_of_a_thread_stay_out_of_the_items_of_another_one() ->
         await reader.aclose()
 
 
-def test_a_lock_holds_c_back_while_it_is_held_and_while_items_wait() -> None:
-    writer, waits = SimpleNamespace(held=False), False
-    lock = WriterLock(writer, lambda: waits)
-    with lock:
-        with lock:
-            assert writer.held
-        assert writer.held
-    assert not writer.held
-    waits = True
-    with lock:
-        pass
-    assert writer.held
+async def test_a_signal_that_raises_leaves_the_lock_free() -> None:
+    async with hosted() as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        item, left, before = bytes(70_000), 200, signal.getsignal(signal.SIGVTALRM)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGVTALRM, interrupt)
+        try:
+            while left:
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_VIRTUAL, 1e-6 * (10 + 7 * left))
+                    while True:
+                        with contextlib.suppress(asyncio.QueueFull):
+                            queue.put_nowait(item)
+                left -= 1
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
+        end = queue._end
+        assert isinstance(end, WritingEnd)
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(end.flushed)  # takes the lock
+        await reader.aclose()

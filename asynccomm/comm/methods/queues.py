@@ -85,7 +85,7 @@ class Queues(CommBase):
                 the ranks are on several hosts, the default is the interface of the comm.
                 ``expect``, ``weights_only`` and ``max_bytes``: as in ``recv_object``, for each item.
                 ``busy_poll``: seconds in which a reader polls for the next item before it sleeps. The item comes
-                sooner; a core is busy meanwhile, and other tasks of the loop run every 50 us.
+                sooner; a core is busy meanwhile, and the other tasks of the loop run between looks of 50 us.
 
         Raises: TypeError, ValueError at the call, naming the argument; from awaiting: BackendError, which names the
             ranks that did not come; ClosedError, BrokenError. Cancelling the await is safe.
