@@ -427,7 +427,7 @@ async def test_an_error_keeps_no_mapping() -> None:
     connecting = asyncio.ensure_future(
         bootstrap_segment(context_of(MemoryStore(), 0, 2), SETTINGS, layout_of(2), bells)  # rank 1 never comes
     )
-    while "memfd:asynccomm" not in Path("/proc/self/maps").read_text():
+    while "memfd:asynccomm (deleted)" not in Path("/proc/self/maps").read_text():
         await asyncio.sleep(0)
     connecting.cancel()
     try:
@@ -435,6 +435,6 @@ async def test_an_error_keeps_no_mapping() -> None:
     except asyncio.CancelledError as exc:
         error = exc
     assert error.__traceback__ is not None
-    assert "memfd:asynccomm" not in Path("/proc/self/maps").read_text()
+    assert "memfd:asynccomm (deleted)" not in Path("/proc/self/maps").read_text()
     for bell in bells:
         os.close(bell)
