@@ -44,7 +44,7 @@ from asynccomm.backends.claims import Claim
 from asynccomm.core.callsite import CallSite
 from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.state import CallCounts
+from asynccomm.core.state import CallCounts, CallLog
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops import Begin, Call, Fill, Op, Parcel, PayloadAllocator, Several, WindowInfo
@@ -241,7 +241,7 @@ class DirectCalls(Protocol):
     group: CommInfo
     mailbox: Mailbox
     counts: CallCounts
-    recent: deque[Any]
+    recent: CallLog[Any]
     notes: deque[
         Any
     ]  #: calls that are done, as ``recent`` has them, for the watchers; if ``counts.noted_calls`` is not 0

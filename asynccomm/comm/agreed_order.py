@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -12,6 +11,7 @@ from asynccomm.batching.hazards import PendingHazards
 from asynccomm.batching.ordering.transport import SELF, OrderingSession
 from asynccomm.core.deadlines import Deadlines
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.state import ReentrantLock
 from asynccomm.errors import BrokenError
 from asynccomm.ops import GroupedOp
 from asynccomm.ops.signature import signature_of
@@ -35,7 +35,7 @@ class AgreedOrder:
         group: CommInfo,
         mailbox: Mailbox,
         backend: Backend,
-        lock: threading.RLock,
+        lock: ReentrantLock,
         deadlines: Deadlines,
         send: Callable[[Sequence[Submission]], object],
         on_failure: Callable[[BrokenError], object],

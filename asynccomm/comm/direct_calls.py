@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
@@ -16,7 +15,7 @@ from asynccomm.comm.in_flight import InFlight
 from asynccomm.comm.submission import Submitter
 from asynccomm.core.callsite import CallSite
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.state import CallCounts
+from asynccomm.core.state import CallCounts, CallLog, ReentrantLock
 from asynccomm.core.work import Work
 from asynccomm.observe.watchers import Called
 from asynccomm.ops import Call, Op
@@ -44,13 +43,13 @@ class SubmitterCalls:
         self.group: CommInfo = submitter.group
         self.mailbox: Mailbox = submitter.mailbox
         self.counts: CallCounts = submitter.counts
-        self.recent: deque[Called] = submitter.recent
+        self.recent: CallLog[Called] = submitter.recent
         self.notes: deque[Called] = submitter.watchers.notes
         self.note: Callable[[], object] = submitter.watchers.flush
         self.records_sites: bool = submitter.records_sites
         self.queues: dict[object, DeferredQueue] = submitter.queues
         self.in_flight: InFlight = submitter.in_flight
-        self.lock: threading.RLock = submitter.lock
+        self.lock: ReentrantLock = submitter.lock
         self.call: Callable[..., Work[Any]] = submitter.call
         self.overdue: Callable[[Work[Any]], None] = submitter.overdue
         self.note_deadline: Callable[[DeferredQueue, Work[Any]], None] = submitter.note_deadline

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, final
@@ -29,7 +27,7 @@ from asynccomm.comm.agreed_order import AgreedOrder
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
 from asynccomm.core.callsite import CallSite, call_site
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.state import CallCounts
+from asynccomm.core.state import CallCounts, CallLog, ReentrantLock
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError
 from asynccomm.observe.profiling import is_profiling, recorded
@@ -65,12 +63,12 @@ class Submitter:
         self.backend: Backend | None = None  #: None until connected, and in a forked child
         self.counts: CallCounts = in_flight.counts
         self.ordering: AgreedOrder | None = None  #: orders the collectives; None: the program does
-        self.lock: threading.RLock = threading.RLock()  #: held while submitting, so that calls have one order
+        self.lock: ReentrantLock = ReentrantLock()  #: held while submitting, so that calls have one order
         self.records_sites = False  #: whether the place of each call is recorded, which the other ranks may request
         self._error: AsyncCommError | None = None
         self.watchers: Watchers = Watchers(self.counts)
         #: the last calls that were numbered; ``in_flight.ended`` has the ends of those without a time of the end
-        self.recent: deque[Called] = deque(maxlen=in_flight.recorded)
+        self.recent: CallLog[Called] = CallLog((), in_flight.recorded)
         self._compare: Callable[[Work[Any], int], object] | None = None
         self._aside = 0  # operations that do not use the backend
         self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
@@ -79,7 +77,7 @@ class Submitter:
         """Call ``compare(work, batch)`` with each later operation; ``batch`` as for ``Reporter.compare``."""
         self._compare = compare
         self.counts.detours += 1
-        self.recent = deque(self.recent, max(COMPARED, self.in_flight.recorded))
+        self.recent = CallLog(self.recent, max(COMPARED, self.in_flight.recorded))
 
     @property
     def error(self) -> AsyncCommError | None:
@@ -504,7 +502,7 @@ class Submitter:
 
     def detach_in_child(self, error: AsyncCommError) -> None:
         """Raise ``error`` from all calls in a forked child, which owns neither the threads nor the connections."""
-        self.lock = threading.RLock()  # a thread of the parent may have held the old one
+        self.lock = ReentrantLock()  # a thread of the parent may have held the old one
         self.error = error
         self.backend = None
 

@@ -11,13 +11,6 @@
 static PyTypeObject *Streak_Type, *Finished_Type;
 static PyObject *get_running_loop, *name_running, *name_wait, *name_report;
 
-static void free_object(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
 /* ---- Streak ------------------------------------------------------------------------------------------------------- */
 
 /* Count one await that does not suspend, unless other tasks have to run: then it is not counted. */
@@ -62,7 +55,7 @@ static void Streak_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     Streak_clear(self);
-    free_object(self);
+    core_free(self);
 }
 
 static PyMemberDef streak_members[] = {{"loop", T_OBJECT, offsetof(Streak, loop), 0, NULL}, {NULL, 0, 0, 0, NULL}};
@@ -91,7 +84,7 @@ static PyMemberDef counts_members[] = {
     {"closed", T_BOOL, offsetof(CallCounts, closed), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
-static PyType_Slot counts_slots[] = {{Py_tp_dealloc, (void *)free_object}, {Py_tp_members, counts_members}, {0, NULL}};
+static PyType_Slot counts_slots[] = {{Py_tp_dealloc, (void *)core_free}, {Py_tp_members, counts_members}, {0, NULL}};
 static PyType_Spec counts_spec = {"_work.CallCounts", sizeof(CallCounts), 0, Py_TPFLAGS_DEFAULT, counts_slots};
 
 /* ---- WorkState ---------------------------------------------------------------------------------------------------- */
@@ -105,7 +98,7 @@ typedef struct {
 static void Finished_dealloc(PyObject *self)
 {
     Py_XDECREF(((Finished *)self)->value);
-    free_object(self);
+    core_free(self);
 }
 
 static PyObject *Finished_next(PyObject *self)
@@ -210,7 +203,7 @@ static void WorkState_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     WorkState_clear(self);
-    free_object(self);
+    core_free(self);
 }
 
 static PyObject *WorkState_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(keywords))
@@ -300,7 +293,7 @@ PyMODINIT_FUNC PyInit__work(void)
     Streak_Type = (PyTypeObject *)PyType_FromSpec(&streak_spec), Finished_Type = (PyTypeObject *)PyType_FromSpec(&finished_spec);
     if (!get_running_loop || !name_running || !name_wait || !name_report || !Streak_Type || !Finished_Type || !state || !counts
         || PyModule_AddObjectRef(m, "Streak", (PyObject *)Streak_Type) || PyModule_AddObjectRef(m, "CallCounts", counts)
-        || PyModule_AddObjectRef(m, "WorkState", state))
+        || PyModule_AddObjectRef(m, "WorkState", state) || core_add_lock(m) || core_add_call_log(m))
         Py_CLEAR(m);
     Py_XDECREF(state), Py_XDECREF(counts);
     return m;

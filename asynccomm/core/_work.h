@@ -6,6 +6,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <pythread.h>
 #include <time.h>
 
 typedef struct {
@@ -32,6 +33,77 @@ typedef struct {
     double timeout, started, finished; /* seconds; finished: negative while pending */
     char done, captured;
 } WorkState;
+
+/* A lock that its owner may take several times. C code takes it without a call. */
+typedef struct {
+    PyObject_HEAD
+    PyThread_type_lock lock;
+    unsigned long owner; /* while depth > 0 */
+    int depth;
+} ReentrantLock;
+
+/* A call as `Called` in watchers.py has it; finished: negative while pending. */
+typedef struct {
+    PyObject *op, *site;
+    long long seq;
+    double started, finished;
+} LoggedCall;
+
+/* The last calls of a comm, at most `room`. */
+typedef struct {
+    PyObject_HEAD
+    LoggedCall *calls;
+    Py_ssize_t room, count, next; /* next: the place of the next call, that of the oldest once all places are taken */
+} CallLog;
+
+static inline void core_free(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* Take a lock, if that needs no wait; whether it was taken. */
+static inline int core_try_lock(ReentrantLock *lock)
+{
+    unsigned long thread = PyThread_get_thread_ident();
+    if (lock->depth && lock->owner == thread) return ++lock->depth;
+    if (lock->depth || !PyThread_acquire_lock(lock->lock, NOWAIT_LOCK)) return 0;
+    lock->owner = thread;
+    return lock->depth = 1;
+}
+
+static inline void core_unlock(ReentrantLock *lock)
+{
+    if (!--lock->depth) PyThread_release_lock(lock->lock);
+}
+
+static inline LoggedCall core_call_of(const WorkState *work)
+{
+    return (LoggedCall){work->op, work->site, work->seq, work->started, work->finished};
+}
+
+/* Append a call, whose objects are borrowed. */
+static inline void core_log_call(CallLog *log, LoggedCall call)
+{
+    if (!log->room) return;
+    LoggedCall *place = &log->calls[log->next], old = *place;
+    Py_INCREF(call.op), Py_INCREF(call.site);
+    *place = call;
+    log->next = log->next + 1 == log->room ? 0 : log->next + 1;
+    log->count += log->count < log->room;
+    Py_XDECREF(old.op), Py_XDECREF(old.site);
+}
+
+/* A logged call as a tuple; NULL with an exception. */
+static inline PyObject *core_called(const LoggedCall *logged)
+{
+    PyObject *end = logged->finished < 0 ? NULL : PyFloat_FromDouble(logged->finished);
+    if (logged->finished >= 0 && !end) return NULL;
+    PyObject *call = Py_BuildValue("(OOLdO)", logged->op, logged->site, logged->seq, logged->started, end ? end : Py_None);
+    Py_XDECREF(end);
+    return call;
+}
 
 /* Whether the loop of `streak` runs in this thread: 1, 0, or -1 with an exception; `other` tells whether another loop does.
  *
@@ -64,5 +136,8 @@ static inline double monotonic(void)
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
+
+int core_add_lock(PyObject *module);
+int core_add_call_log(PyObject *module);
 
 #endif

@@ -1,5 +1,7 @@
-"""The state of a Work, the counts of a comm's calls, and the streak of awaits, in C: see ``python_state``."""
+"""The objects of ``python_state`` in C."""
 
 from asynccomm.core.python_state import CallCounts as CallCounts
+from asynccomm.core.python_state import CallLog as CallLog
+from asynccomm.core.python_state import ReentrantLock as ReentrantLock
 from asynccomm.core.python_state import Streak as Streak
 from asynccomm.core.python_state import WorkState as WorkState

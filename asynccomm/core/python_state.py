@@ -1,14 +1,19 @@
-"""The state of a Work, the counts of a comm's calls, and the streak of awaits, where ``_work.c`` was not built."""
+"""The state of a Work, and the counts, log, lock and streak of a comm, where ``_work.c`` was not built."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Generator
-from typing import Any
+from threading import RLock
+from typing import Any, TypeAlias
 
 STREAK_AWAITS = 64  # finished outcomes awaited in a row before one await yields to the loop
 STREAK_SECONDS = 1e-3  # the same limit as a time, for large collectives that finish inside the call
+
+ReentrantLock: TypeAlias = RLock
+CallLog: TypeAlias = deque  # of ``observe.watchers.Called``; in C it makes them when they are read
 
 
 class Streak:

@@ -1,7 +1,5 @@
 /* Both ends of a queue's ring, as ring.py has them in Python; layout.py has the memory. */
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "../core/_work.h"
 
 #include <sched.h>
 #include <stdatomic.h>
@@ -45,8 +43,7 @@ typedef struct {
     uint64_t taken;
     unsigned long long head, number; /* bytes written; number of the next item */
     int held; /* items wait, or the end has failed: put_short puts nothing */
-    int locked; /* how often the lock is held */
-    PyObject *acquire, *release; /* of the lock, an RLock of Python */
+    ReentrantLock *lock; /* of the end */
     uint64_t made; /* bytes of the ring that have pages */
     int count, slots[SLOTS];
     int bells[SLOTS]; /* sockets by slot; -1: Python wakes the reader */
@@ -62,6 +59,7 @@ typedef struct {
 } Reader;
 
 static PyObject *corrupt; /* BackendError */
+static PyTypeObject *Lock_Type;
 
 static uint64_t framed(uint64_t nbytes) { return (FRAME_HEADER + nbytes + LINE - 1) & ~(uint64_t)(LINE - 1); }
 static Word *slot_of(Word *words, int slot) { return words + FIRST_SLOT + slot * SLOT_WORDS; }
@@ -101,16 +99,6 @@ static void *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(
 
 /* ---- the writer --------------------------------------------------------------------------------------------------- */
 
-static int make_lock(Writer *w)
-{
-    PyObject *threading = PyImport_ImportModule("threading");
-    PyObject *lock = threading ? PyObject_CallMethod(threading, "RLock", NULL) : NULL;
-    Py_XDECREF(threading);
-    if (lock) w->acquire = PyObject_GetAttrString(lock, "acquire"), w->release = PyObject_GetAttrString(lock, "release");
-    Py_XDECREF(lock);
-    return w->acquire && w->release ? 0 : -1;
-}
-
 static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     PyObject *memory;
@@ -119,7 +107,7 @@ static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     if (!PyArg_ParseTuple(args, "OKKp", &memory, &address, &ring, &drops)) return NULL;
     Writer *w = new_object(type);
     for (int slot = 0; w && slot < SLOTS; slot++) w->bells[slot] = -1;
-    if (w && (open_ring(&w->ring, memory, ring, drops) || make_lock(w))) Py_CLEAR(w);
+    if (w && (open_ring(&w->ring, memory, ring, drops) || !(w->lock = (ReentrantLock *)PyObject_CallNoArgs((PyObject *)Lock_Type)))) Py_CLEAR(w);
     return (PyObject *)w;
 }
 
@@ -262,7 +250,7 @@ static PyObject *Writer_put_bytes(PyObject *self, PyObject *item)
 static PyObject *Writer_put_short(PyObject *self, PyObject *item)
 {
     Writer *w = (Writer *)self;
-    if (w->held || w->locked || !PyBytes_CheckExact(item) || PyBytes_Size(item) >= WITHOUT_GIL) Py_RETURN_FALSE;
+    if (w->held || w->lock->depth || !PyBytes_CheckExact(item) || PyBytes_Size(item) >= WITHOUT_GIL) Py_RETURN_FALSE;
     if ((uint64_t)PyBytes_Size(item) + FRAME_HEADER > w->ring.ring / 4) Py_RETURN_FALSE;
     for (int k = 0; k < w->count; k++) {
         if (w->bells[w->slots[k]] < 0) Py_RETURN_FALSE; /* Python wakes this reader */
@@ -272,26 +260,6 @@ static PyObject *Writer_put_short(PyObject *self, PyObject *item)
     int done = PyLong_AsLong(result) != FULL;
     Py_DECREF(result);
     return PyBool_FromLong(done);
-}
-
-/* `with writer.lock`: in C, as no signal's handler runs between the lock and its count */
-static PyObject *Writer_enter(PyObject *self, PyObject *Py_UNUSED(none))
-{
-    PyObject *taken = PyObject_CallFunctionObjArgs(((Writer *)self)->acquire, NULL);
-    if (taken) ((Writer *)self)->locked++;
-    return taken;
-}
-
-static PyObject *Writer_exit(PyObject *self, PyObject *Py_UNUSED(args))
-{
-    ((Writer *)self)->locked--;
-    return PyObject_CallFunctionObjArgs(((Writer *)self)->release, NULL);
-}
-
-static PyObject *Writer_lock(PyObject *self, void *Py_UNUSED(closure))
-{
-    Py_INCREF(self);
-    return self;
 }
 
 static PyObject *Writer_put(PyObject *self, PyObject *args)
@@ -319,26 +287,22 @@ static PyMethodDef writer_methods[] = {
     {"put", Writer_put, METH_VARARGS, "Write and publish a frame."},
     {"put_bytes", Writer_put_bytes, METH_O, "Write and publish an item of bytes."},
     {"put_short", Writer_put_short, METH_O, "Write and publish a short item of bytes, if nothing waits."},
-    {"__enter__", Writer_enter, METH_NOARGS, "Take the lock, as often as the thread likes."},
-    {"__exit__", Writer_exit, METH_VARARGS, "Release the lock."},
     {"set_bell", Writer_set_bell, METH_VARARGS, "Wake the reader of a slot by a socket."},
     {"set_slots", Writer_set_slots, METH_O, "Wait for these readers, and wake them."},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef writer_members[] = {{"head", T_ULONGLONG, offsetof(Writer, head), READONLY, NULL},
     {"number", T_ULONGLONG, offsetof(Writer, number), 0, NULL}, {"held", T_INT, offsetof(Writer, held), 0, NULL},
-    {NULL, 0, 0, 0, NULL}};
-static PyGetSetDef writer_properties[] = {{"lock", Writer_lock, NULL, "Held by `with`.", NULL}, {NULL, NULL, NULL, NULL, NULL}};
+    {"lock", T_OBJECT, offsetof(Writer, lock), READONLY, NULL},     {NULL, 0, 0, 0, NULL}};
 
 static void Writer_dealloc(PyObject *self)
 {
-    Py_XDECREF(((Writer *)self)->acquire), Py_XDECREF(((Writer *)self)->release);
+    Py_XDECREF((PyObject *)((Writer *)self)->lock);
     dealloc(self);
 }
 
 static PyType_Slot writer_slots[] = {{Py_tp_new, (void *)Writer_new}, {Py_tp_dealloc, (void *)Writer_dealloc},
-    {Py_tp_methods, (void *)writer_methods}, {Py_tp_members, (void *)writer_members},
-    {Py_tp_getset, (void *)writer_properties}, {0, NULL}};
+    {Py_tp_methods, (void *)writer_methods}, {Py_tp_members, (void *)writer_members}, {0, NULL}};
 static PyType_Spec writer_spec = {"_ring.Writer", sizeof(Writer), 0, Py_TPFLAGS_DEFAULT, writer_slots};
 
 /* ---- the reader --------------------------------------------------------------------------------------------------- */
@@ -640,7 +604,10 @@ PyMODINIT_FUNC PyInit__ring(void)
     if (!errors) return NULL;
     corrupt = PyObject_GetAttrString(errors, "BackendError");
     Py_DECREF(errors);
-    if (corrupt) module = PyModule_Create(&definition);
+    PyObject *states = PyImport_ImportModule("asynccomm.core._work");
+    if (states) Lock_Type = (PyTypeObject *)PyObject_GetAttrString(states, "ReentrantLock");
+    Py_XDECREF(states);
+    if (corrupt && Lock_Type) module = PyModule_Create(&definition);
     name_popleft = PyUnicode_InternFromString("popleft"), name_appendleft = PyUnicode_InternFromString("appendleft");
     name_await = PyUnicode_InternFromString("__await__");
     NextItem_Type = (PyTypeObject *)PyType_FromSpec(&next_item_spec);

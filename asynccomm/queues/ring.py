@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from typing import Any, Final, NamedTuple, final
 
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.core.native import CoreUnavailable, load
+from asynccomm.core.state import ReentrantLock
 from asynccomm.errors import BackendError
 from asynccomm.queues.layout import (
     BYTES,
@@ -67,7 +67,7 @@ class PythonWriter:
         self.head = 0  #: bytes written
         self.number = 0  #: of the next item of ``put_bytes``
         self.held = False  #: whether items wait, or the end has failed: ``put_short`` is to put nothing
-        self.lock = threading.RLock()  #: of the end
+        self.lock = ReentrantLock()  #: of the end
 
     def set_slots(self, slots: tuple[int, ...]) -> None:
         """Wait for these readers, and wake them."""

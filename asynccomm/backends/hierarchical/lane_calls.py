@@ -8,7 +8,6 @@ hosts is an exchange of frames.
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
@@ -20,7 +19,7 @@ from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.frames import CarriedReduce
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.state import CallCounts
+from asynccomm.core.state import CallCounts, CallLog, ReentrantLock
 from asynccomm.core.work import Work
 from asynccomm.ops import Call, Op
 from asynccomm.ops.validation import CommInfo
@@ -157,12 +156,12 @@ class _StandIn:
         self.mailbox = mailbox
         self.counts = CallCounts()
         self.counts.limit = math.inf
-        self.recent = deque[Any](maxlen=0)
+        self.recent = CallLog[Any]((), 0)
         self.notes = deque[Any](maxlen=0)
         self.records_sites = False
         self.queues: dict[object, Any] = {}
         self.in_flight = _InFlight()
-        self.lock = threading.RLock()
+        self.lock = ReentrantLock()
         self.fused_limit = 0
 
     def call(self, *_: object) -> None:

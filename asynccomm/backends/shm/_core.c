@@ -92,13 +92,6 @@ enum { IN_VECTOR, IN_SLOT, IN_RESULT, IN_RECORD, SPACES };
 enum { WAIT_NOTHING, WAIT_FREE, WAIT_POSTED, WAIT_REDUCED, WAIT_READ, WAITS };
 enum { SIGNAL_NOTHING, SIGNAL_POST, SIGNAL_RESULT, SIGNAL_FINISH, SIGNALS };
 
-void core_free(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
 static void Program_dealloc(PyObject *self)
 {
     Program *p = (Program *)self;

@@ -19,19 +19,9 @@
 #include <string.h>
 
 PyTypeObject *Core_FastPath;
-static PyTypeObject *Streak_Type, *Counts_Type, *State_of_Work;
+static PyTypeObject *Streak_Type, *Counts_Type, *State_of_Work, *Log_Type, *Lock_Type;
 static PyObject *get_running_loop, *get_frame, *one, *two;
-static PyObject *name_running, *name_acquire, *name_release, *name_append, *name_filename, *name_lasti, *name_is_neg, *name_dtype,
-    *name_storage_offset, *name_untyped_storage, *name_nbytes, *name_profiling;
-
-/* Whether the answer of a method without arguments is `expected`; -1 with an exception. */
-static int answers(PyObject *object, PyObject *name, PyObject *argument, PyObject *expected)
-{
-    PyObject *answer = PyObject_CallMethodObjArgs(object, name, argument, NULL);
-    if (!answer) return -1;
-    Py_DECREF(answer);
-    return answer == expected;
-}
+static PyObject *name_running, *name_append, *name_filename, *name_lasti, *name_profiling;
 
 static void release_arguments(Arguments *arguments)
 {
@@ -55,32 +45,48 @@ static int hold_arguments(Arguments *arguments, PyObject *const *args, Py_ssize_
     return 1;
 }
 
-/* A method without arguments that returns a number; -1 with an exception. */
-static int64_t number_of(PyObject *object, PyObject *name)
+/* The method `name` of `object`, which takes no arguments; NULL with an exception. */
+static Method method_of(PyObject *object, const char *name)
 {
-    PyObject *answer = PyObject_CallMethodObjArgs(object, name, NULL);
+    PyObject *bound = object ? PyObject_GetAttrString(object, name) : NULL;
+    Method method = {bound && PyCFunction_Check(bound) && PyCFunction_GetFlags(bound) == METH_NOARGS ? PyCFunction_GetFunction(bound) : NULL,
+                     bound ? PyUnicode_InternFromString(name) : NULL};
+    Py_XDECREF(bound);
+    return method;
+}
+
+/* The answer of a method of an object of a type of torch; NULL with an exception. */
+static PyObject *asked(Method method, PyObject *object)
+{
+    return method.function ? method.function(object, NULL) : PyObject_CallMethodObjArgs(object, method.name, NULL);
+}
+
+/* The same as a number; -1 with an exception. */
+static int64_t number_of(Method method, PyObject *object)
+{
+    PyObject *answer = asked(method, object);
     int64_t number = answer ? PyLong_AsLongLong(answer) : -1;
     Py_XDECREF(answer);
     return number;
 }
 
-int core_ask_tensor(PyObject *tensor, Tensors *tensors)
+int core_ask_tensor(const FastPath *f, PyObject *tensor, Tensors *tensors)
 {
     if (tensors->count == MOST_TENSORS) return 0;
-    int negative = answers(tensor, name_is_neg, NULL, Py_True); /* lazily negated: the memory holds other values */
-    if (negative) return negative < 0 ? -1 : 0;
-    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
-    if (!dtype) return -1;
-    Py_DECREF(dtype);
-    int64_t offset = number_of(tensor, name_storage_offset);
-    PyObject *storage = PyErr_Occurred() ? NULL : PyObject_CallMethodObjArgs(tensor, name_untyped_storage, NULL);
-    int64_t bytes = storage ? number_of(storage, name_nbytes) : -1; /* it may have been resized, or freed */
+    PyObject *negative = asked(f->is_neg, tensor); /* lazily negated: the memory holds other values */
+    if (!negative) return -1;
+    Py_DECREF(negative);
+    if (negative != Py_False) return 0;
+    int64_t offset = number_of(f->storage_offset, tensor);
+    PyObject *storage = PyErr_Occurred() ? NULL : asked(f->untyped_storage, tensor);
+    int usual = storage && Py_TYPE(storage) == f->storage;
+    int64_t bytes = usual ? number_of(f->nbytes, storage) : -1; /* it may have been resized, or freed */
     Py_XDECREF(storage);
-    if (PyErr_Occurred()) {
+    if (!usual || PyErr_Occurred()) {
         PyErr_Clear();
         return 0;
     }
-    tensors->dtype[tensors->count] = dtype, tensors->offset[tensors->count] = offset, tensors->storage[tensors->count] = bytes;
+    tensors->offset[tensors->count] = offset, tensors->storage[tensors->count] = bytes;
     tensors->count++;
     return 1;
 }
@@ -96,7 +102,7 @@ static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *t
         Py_ssize_t count = PyTuple_CheckExact(argument) ? PyTuple_Size(argument) : core_is_tensor(f, argument);
         for (Py_ssize_t j = 0; j < count; j++) {
             PyObject *item = PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, j) : argument;
-            int usual = core_is_tensor(f, item) ? core_ask_tensor(item, tensors) : 0;
+            int usual = core_is_tensor(f, item) ? core_ask_tensor(f, item, tensors) : 0;
             if (usual <= 0) return usual;
         }
     }
@@ -129,7 +135,7 @@ int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tens
     }
     uint64_t *words = key->words + key->count;
     words[0] = OF_TENSOR | (uint64_t)found.ndim << 24 | (uint64_t)same << 32;
-    words[1] = (uint64_t)(uintptr_t)tensors->dtype[number];
+    words[1] = (uint64_t)found.dtype.code << 8 | found.dtype.bits;
     for (int k = 0; k < found.ndim; k++) words[2 + k] = (uint64_t)found.shape[k];
     key->count += 2 + found.ndim;
     tensors->count++;
@@ -196,7 +202,7 @@ Entry **core_entry_of(FastPath *f, const uint64_t *words, int count)
 void core_release_entry(Entry *entry)
 {
     if (--entry->holds > 0) return;
-    Py_XDECREF(entry->make), Py_XDECREF(entry->op), Py_XDECREF(entry->kernels);
+    Py_XDECREF(entry->make), Py_XDECREF(entry->dtypes), Py_XDECREF(entry->op), Py_XDECREF(entry->kernels);
     Py_XDECREF(entry->nbytes), Py_XDECREF(entry->owners), Py_XDECREF((PyObject *)entry->program), Py_XDECREF((PyObject *)entry->run);
     for (int k = 0; entry->places && k < entry->vectors; k++)
         free(entry->places[k].tensors), free(entry->places[k].offsets), free(entry->places[k].starts);
@@ -305,16 +311,32 @@ Entry *core_learn(FastPath *f, PyObject *learn, PyObject *given, const uint64_t 
     return *place = entry;
 }
 
+/* The dtypes of all tensors among the arguments; NULL with an exception. */
+static PyObject *dtypes_of(const FastPath *f, const Arguments *arguments)
+{
+    PyObject *dtypes = PyList_New(0);
+    for (int k = 1; dtypes && k < arguments->count; k++) {
+        PyObject *argument = arguments->items[k];
+        Py_ssize_t count = PyTuple_CheckExact(argument) ? PyTuple_Size(argument) : core_is_tensor(f, argument);
+        for (Py_ssize_t j = 0; dtypes && j < count; j++) {
+            PyObject *dtype = PyObject_GetAttrString(PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, j) : argument, "dtype");
+            if (!dtype || PyList_Append(dtypes, dtype)) Py_CLEAR(dtypes);
+            Py_XDECREF(dtype);
+        }
+    }
+    return dtypes;
+}
+
 /* Have Python make a recipe of a call; -1 with an exception. */
 static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, int tensors)
 {
-    PyObject *all = core_tuple_of(arguments->items, arguments->count);
-    Entry *entry = all ? core_learn(f, f->learn, all, key->words, key->count, tensors, arguments->count - 1) : NULL;
+    PyObject *all = core_tuple_of(arguments->items, arguments->count), *dtypes = all ? dtypes_of(f, arguments) : NULL;
+    Entry *entry = dtypes ? core_learn(f, f->learn, all, key->words, key->count, tensors, arguments->count - 1) : NULL;
     if (entry) {
-        entry->make = arguments->items[0];
-        Py_INCREF(entry->make);
+        entry->make = arguments->items[0], entry->dtypes = dtypes;
+        Py_INCREF(entry->make), Py_INCREF(dtypes);
     }
-    Py_XDECREF(all);
+    Py_XDECREF(all), Py_XDECREF(dtypes);
     return entry ? 0 : -1;
 }
 
@@ -404,7 +426,16 @@ static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t
     return 1;
 }
 
-PyObject *core_site_of(const FastPath *f)
+/* Whether a code object is the user's; -1 with an exception. */
+static int is_users(const FastPath *f, PyObject *code)
+{
+    PyObject *file = PyObject_GetAttr(code, name_filename);
+    int users = file ? PySet_Contains(f->files, file) : -1;
+    Py_XDECREF(file);
+    return users;
+}
+
+PyObject *core_site_of(FastPath *f)
 {
     if (f->call_site == Py_None) Py_RETURN_NONE;
     PyObject *frame = PyObject_CallFunctionObjArgs(get_frame, one, NULL), *site = NULL; /* 0: the method of the comm */
@@ -412,9 +443,13 @@ PyObject *core_site_of(const FastPath *f)
         PyErr_Clear();
         return PyObject_CallFunctionObjArgs(f->call_site, two, NULL);
     }
-    PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *file = PyObject_GetAttr(code, name_filename);
-    int users = file ? PySet_Contains(f->files, file) : -1;
+    PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), **known = &f->codes[(uintptr_t)code / 64 % CODES];
+    int users = *known == code || is_users(f, code);
     if (users > 0) {
+        PyObject *before = *known;
+        Py_INCREF(code);
+        *known = code;
+        Py_XDECREF(before);
         PyObject *instruction = PyObject_GetAttr(frame, name_lasti);
         if (instruction) {
             site = PyTuple_Pack(2, code, instruction);
@@ -424,7 +459,6 @@ PyObject *core_site_of(const FastPath *f)
         site = PyObject_CallFunctionObjArgs(f->call_site, two, NULL); /* 0: call_site itself */
     }
     Py_DECREF(code), Py_DECREF(frame);
-    Py_XDECREF(file);
     return site;
 }
 
@@ -437,8 +471,6 @@ int core_is_open(FastPath *f)
     return !other;
 }
 
-int core_lock(const FastPath *f) { return answers(f->lock, name_acquire, Py_False, Py_True); }
-
 int core_may_send(FastPath *f)
 {
     if (PyObject_Size(f->queue) || PyObject_Size(f->inbox)) return 0;
@@ -448,7 +480,7 @@ int core_may_send(FastPath *f)
     if (!driven) return -1;
     Py_DECREF(driven);
     if (driven != Py_False) return 0;
-    return core_lock(f);
+    return core_try_lock(f->lock);
 }
 
 WorkState *core_new_work(const FastPath *f, PyObject *op, PyObject *result, PyObject *site, double started)
@@ -462,37 +494,15 @@ WorkState *core_new_work(const FastPath *f, PyObject *op, PyObject *result, PyOb
     return work;
 }
 
-PyObject *core_called(PyObject *op, PyObject *site, long long seq, double started, double finished)
-{
-    PyObject *end = finished < 0 ? Py_None : PyFloat_FromDouble(finished), *call = end ? PyTuple_New(5) : NULL;
-    if (finished < 0) Py_INCREF(Py_None);
-    if (!call) {
-        Py_XDECREF(end);
-        return NULL;
-    }
-    Py_INCREF(op), Py_INCREF(site);
-    PyTuple_SetItem(call, 0, op), PyTuple_SetItem(call, 1, site), PyTuple_SetItem(call, 2, PyLong_FromLongLong(seq));
-    PyTuple_SetItem(call, 3, PyFloat_FromDouble(started)), PyTuple_SetItem(call, 4, end);
-    if (PyErr_Occurred()) Py_CLEAR(call); /* no memory for a number */
-    return call;
-}
-
-static int append(PyObject *deque, PyObject *item)
-{
-    PyObject *none = PyObject_CallMethodObjArgs(deque, name_append, item, NULL);
-    Py_XDECREF(none);
-    return none ? 0 : -1;
-}
-
-int core_remember(const FastPath *f, PyObject *call) { return append(f->recent, call); }
-
-void core_note(const FastPath *f, PyObject *call)
+void core_note(const FastPath *f, const WorkState *work)
 {
     if (!f->counts->noted_calls) return;
-    int failed = append(f->notes, call);
+    LoggedCall logged = core_call_of(work);
+    PyObject *call = core_called(&logged), *none = call ? PyObject_CallMethodObjArgs(f->notes, name_append, call, NULL) : NULL;
+    int failed = !none;
+    Py_XDECREF(call), Py_XDECREF(none);
     if (!failed && PyObject_Size(f->notes) >= f->counts->noted_calls) {
-        PyObject *none = PyObject_CallNoArgs(f->note);
-        failed = !none;
+        failed = !(none = PyObject_CallNoArgs(f->note));
         Py_XDECREF(none);
     }
     if (failed) PyErr_WriteUnraisable(f->note);
@@ -504,14 +514,12 @@ long long core_count(const FastPath *f, int p2p, long long nbytes)
     return (*(p2p ? &f->counts->messages : &f->counts->collectives))++;
 }
 
-WorkState *core_finished_work(const FastPath *f, PyObject *op, long long seq, PyObject *result, PyObject *site, double started,
-                              PyObject **call)
+WorkState *core_finished_work(const FastPath *f, PyObject *op, long long seq, PyObject *result, PyObject *site, double started)
 {
     double finished = monotonic();
-    *call = core_called(op, site, seq, started, finished);
-    WorkState *work = !*call || core_remember(f, *call) ? NULL : core_new_work(f, op, result, site, started);
+    core_log_call(f->recent, (LoggedCall){op, site, seq, started, finished});
+    WorkState *work = core_new_work(f, op, result, site, started);
     if (work) work->seq = seq, work->finished = finished, work->done = 1;
-    else Py_CLEAR(*call);
     return work;
 }
 
@@ -519,11 +527,9 @@ WorkState *core_finished_work(const FastPath *f, PyObject *op, long long seq, Py
 static PyObject *finish(FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
 {
     long long seq = core_count(f, entry->peer >= 0, entry->size); /* before Python code can run */
-    PyObject *call;
-    WorkState *work = core_finished_work(f, entry->op, seq, result, site, started, &call);
+    WorkState *work = core_finished_work(f, entry->op, seq, result, site, started);
     if (work && entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
-    if (work) core_note(f, call);
-    Py_XDECREF(call);
+    if (work) core_note(f, work);
     return (PyObject *)work;
 }
 
@@ -621,17 +627,6 @@ static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const A
     return work;
 }
 
-int core_release_lock(FastPath *f)
-{
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *released = PyObject_CallMethodObjArgs(f->lock, name_release, NULL);
-    if (!released) return -1;
-    Py_DECREF(released);
-    PyErr_Restore(type, value, traceback);
-    return 0;
-}
-
 /* Submit a call of which all Python code has run: 1: `work` is its Work, or NULL with an exception; 0: it is not for this
  * path; 2: its kind is known by now, and its addresses are to be taken again. */
 static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, PyObject *const *args, PyObject *site,
@@ -653,10 +648,7 @@ static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, 
                               : receive_message(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0]))
             *work = finish(f, entry, result, site, started);
         else may = 0;
-        if (core_release_lock(f)) {
-            Py_CLEAR(*work);
-            may = -1;
-        }
+        core_unlock(f->lock);
     }
     core_release_entry(entry);
     return may != 0;
@@ -707,7 +699,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
+    DO(files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(storage) DO(values) DO(scopes.queues)               \
     DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -716,6 +708,7 @@ static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
 #define VISIT(name) Py_VISIT((PyObject *)f->name);
     OBJECTS(VISIT)
+    for (int k = 0; k < CODES; k++) Py_VISIT(f->codes[k]);
     for (int k = 0; k < ENTRIES; k++) {
         Entry *entry = f->entries[k];
         if (!entry) continue;
@@ -738,6 +731,7 @@ static int FastPath_clear(PyObject *self)
         Py_XDECREF(old);                                                                                               \
     } while (0);
     OBJECTS(CLEAR)
+    for (int k = 0; k < CODES; k++) Py_CLEAR(f->codes[k]);
     return 0;
 }
 
@@ -760,6 +754,16 @@ static DLPackTable *table_of(PyObject *tensor)
     return table;
 }
 
+static int find_methods(FastPath *f)
+{
+    PyObject *tensor = PyObject_CallNoArgs((PyObject *)f->tensor), *storage = tensor ? PyObject_CallMethod(tensor, "untyped_storage", NULL) : NULL;
+    f->is_neg = method_of(tensor, "is_neg"), f->storage_offset = method_of(tensor, "storage_offset");
+    f->untyped_storage = method_of(tensor, "untyped_storage"), f->nbytes = method_of(storage, "nbytes");
+    if (storage) f->storage = Py_TYPE(storage), Py_INCREF((PyObject *)f->storage);
+    Py_XDECREF(tensor), Py_XDECREF(storage);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, notes, note,
  * profiler, lock, driven, queue, inbox, tensor, parameter, values, patience, short_bytes, thread_patience,
  * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
@@ -769,10 +773,10 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     long long short_bytes;
     double patience, thread_patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOOO!OOOOOOO!dLd(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!OOO!O!OOOOOO!dLd(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
-                                  &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->notes, &f->note, &PyDict_Type,
-                                  &f->profiler, &f->lock, &f->driven,
+                                  &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
+                                  &f->profiler, Lock_Type, &f->lock, &f->driven,
                                   &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &short_bytes, &thread_patience,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
                                   &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
@@ -783,9 +787,7 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
         parsed = 0;
     }
     f->short_bytes = short_bytes;
-    PyObject *most = parsed ? PyObject_GetAttrString(f->recent, "maxlen") : NULL;
-    f->remembered = most ? (int)PyLong_AsLong(most) : 0;
-    Py_XDECREF(most);
+    if (parsed && find_methods(f)) parsed = 0;
     if (PyErr_Occurred()) parsed = 0;
     if (parsed && (f->table = table_of((PyObject *)f->tensor))) {
         f->patience = (int64_t)(patience * 1e9), f->thread_patience = (int64_t)(thread_patience * 1e9);
@@ -819,10 +821,8 @@ static PyObject *attribute_of(const char *module, const char *name)
 int core_add_fast_path(PyObject *module)
 {
     const struct { PyObject **place; const char *text; } names[] = {
-        {&name_running, "__asyncio_running_event_loop__"}, {&name_acquire, "acquire"}, {&name_release, "release"}, {&name_append, "append"},
-        {&name_filename, "co_filename"}, {&name_lasti, "f_lasti"}, {&name_is_neg, "is_neg"},
-        {&name_dtype, "dtype"}, {&name_storage_offset, "storage_offset"}, {&name_untyped_storage, "untyped_storage"},
-        {&name_nbytes, "nbytes"}, {&name_profiling, "_is_profiler_enabled"}};
+        {&name_running, "__asyncio_running_event_loop__"}, {&name_append, "append"}, {&name_filename, "co_filename"},
+        {&name_lasti, "f_lasti"}, {&name_profiling, "_is_profiler_enabled"}};
     for (size_t k = 0; k < sizeof names / sizeof *names; k++)
         if (!(*names[k].place = PyUnicode_InternFromString(names[k].text))) return -1;
     if (!(get_running_loop = attribute_of("asyncio", "_get_running_loop")) || !(get_frame = attribute_of("sys", "_getframe"))
@@ -830,6 +830,8 @@ int core_add_fast_path(PyObject *module)
         || !(Streak_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "Streak"))
         || !(Counts_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "CallCounts"))
         || !(State_of_Work = (PyTypeObject *)attribute_of("asynccomm.core._work", "WorkState"))
+        || !(Log_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "CallLog"))
+        || !(Lock_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "ReentrantLock"))
         || !(Core_FastPath = (PyTypeObject *)PyType_FromSpec(&fast_path_spec)) || core_add_scopes(module) || core_add_windows(module))
         return -1;
     return PyModule_AddObjectRef(module, "FastPath", (PyObject *)Core_FastPath);

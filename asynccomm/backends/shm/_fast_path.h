@@ -12,6 +12,7 @@
 #define MOST_CONSTANTS 24
 #define MOST_SKIPPED 64 /* calls in a row without a spin, after spinning has failed */
 #define ENTRIES 1024    /* a power of two */
+#define CODES 16        /* places of a table */
 
 /* ---- tensors, by the table of functions that torch publishes for DLPack ------------------------------------------- */
 
@@ -53,7 +54,6 @@ typedef struct {
 typedef struct {
     char *data[MOST_TENSORS];
     int64_t nbytes[MOST_TENSORS];
-    PyObject *dtype[MOST_TENSORS];                              /* borrowed: dtypes live for ever */
     int64_t offset[MOST_TENSORS], storage[MOST_TENSORS]; /* elements, and bytes: of views that do not begin their storage */
     int count;
 } Tensors;
@@ -69,6 +69,7 @@ typedef struct {
     uint64_t *words; /* the key */
     int word_count;
     PyObject *make; /* that the key names by its address; kept alive; NULL for calls that a scope has held */
+    PyObject *dtypes; /* a list, by tensor; NULL as `make` */
     PyObject *op, *kernels, *owners; /* owners: of memory that is part of the recipe */
     PyObject *nbytes;                /* an int, for the statistics */
     long long size;                  /* the same */
@@ -104,21 +105,30 @@ typedef struct {
     long long fused_limit;      /* bytes of the calls that travel as one */
 } Scopes;
 
+/* A method without arguments of a type of torch; by its name, if it is no function in C. */
+typedef struct {
+    PyCFunction function;
+    PyObject *name;
+} Method;
+
 typedef struct {
     PyObject_HEAD
     Segment *segment;
     RankPosition *state;
     CallCounts *counts;
     PyTypeObject *work_type;
-    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *recent, *notes, *note, *profiler, *lock, *driven, *queue, *inbox;
+    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *notes, *note, *profiler, *driven, *queue, *inbox;
+    CallLog *recent;
+    ReentrantLock *lock;
     DLPackTable *table;
-    PyTypeObject *tensor, *parameter;
+    PyTypeObject *tensor, *parameter, *storage;
+    Method is_neg, storage_offset, untyped_storage, nbytes;
+    PyObject *codes[CODES]; /* of the user, that have called; by their addresses */
     Scopes scopes;
     uint64_t serials;
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
     int constant_count;
     int64_t short_bytes;
-    int remembered; /* calls that the comm remembers */
     Entry *entries[ENTRIES];
     int known;
     int64_t patience, thread_patience; /* nanoseconds; the latter on a thread that runs no loop, and so waits anyway */
@@ -134,7 +144,7 @@ int core_is_tensor(const FastPath *f, PyObject *object);
 
 /* Ask a tensor all that DLPack does not tell: 1: done; 0: it is unusual; -1: an exception. Torch may release the GIL, or
  * call a mode in Python. */
-int core_ask_tensor(PyObject *tensor, Tensors *tensors);
+int core_ask_tensor(const FastPath *f, PyObject *tensor, Tensors *tensors);
 
 /* Append a tensor to the key, and take its address. 1: done; 0: it is unusual. */
 int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors);
@@ -146,20 +156,17 @@ int core_goes_on(const FastPath *f, SpinHistory *history, Spin *spin);
 void core_found(SpinHistory *history, const Spin *spin);
 
 /* The user's place of the call: (code, instruction); None if it is not recorded. */
-PyObject *core_site_of(const FastPath *f);
+PyObject *core_site_of(FastPath *f);
 
 /* Whether the comm takes calls of this thread without more ado; -1 with an exception. */
 int core_is_open(FastPath *f);
 
-/* Take the comm's lock; 0 if another thread has it, -1 with an exception. */
-int core_lock(const FastPath *f);
-
 /* Count a call that is done; its number. */
 long long core_count(const FastPath *f, int p2p, long long nbytes);
 
-/* The Work of a call that is done, and `call` as core_called, which is remembered; NULL with an exception. */
-WorkState *core_finished_work(const FastPath *f, PyObject *op, long long seq, PyObject *result, PyObject *site, double started,
-                              PyObject **call);
+/* The Work of a call that is done, which is kept for diagnoses; NULL with an exception. */
+WorkState *core_finished_work(const FastPath *f, PyObject *op, long long seq, PyObject *result, PyObject *site, double started);
+
 
 PyObject *core_tuple_of(PyObject *const *items, Py_ssize_t n);
 
@@ -177,24 +184,15 @@ int core_prepare(const FastPath *f, Entry *entry);
 /* Whether a call may be sent from here now, -1 with an exception; if so, the comm's lock is taken. */
 int core_may_send(FastPath *f);
 
-/* Release the lock behind an exception, if there is one; -1 with another exception. */
-int core_release_lock(FastPath *f);
-
 /* Give the run of an entry the memory of tensors at these addresses. */
 void core_place(const Entry *entry, char *const *data);
 
 /* Begin the collective of an entry as number `number`, on tensors at these addresses, and run it as far as possible. */
 int core_start(FastPath *f, Entry *entry, char *const *data, long long number);
 
-/* A call as `Called` in watchers.py has it; finished: negative while pending. */
-PyObject *core_called(PyObject *op, PyObject *site, long long seq, double started, double finished);
-
-/* Keep a call for diagnoses; -1 with an exception. */
-int core_remember(const FastPath *f, PyObject *call);
-
 /* Note a call that is done for the watchers of the comm, if there are any, and let them have the notes when there are
  * enough. May run Python code; raises nothing. */
-void core_note(const FastPath *f, PyObject *call);
+void core_note(const FastPath *f, const WorkState *work);
 
 /* A Work of a call, not settled, or NULL with an exception. */
 WorkState *core_new_work(const FastPath *f, PyObject *op, PyObject *result, PyObject *site, double started);

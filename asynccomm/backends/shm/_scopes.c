@@ -413,19 +413,14 @@ static int conclude(Flush *flush, int gc)
     for (int g = 0; g < done; g++) /* the others are Python's to settle */
         for (int k = flush->groups[g].first; k >= 0; k = flush->next[k]) flush->calls[k]->work->finished = now;
     for (int k = 0; k < flush->count; k++) f->counts->nbytes += flush->calls[k]->entry->size;
-    for (int k = flush->count > f->remembered ? flush->count - f->remembered : 0; k < flush->count && !failed; k++) {
-        WorkState *work = flush->calls[k]->work;
-        PyObject *call = core_called(work->op, work->site, work->seq, work->started, work->finished);
-        failed = !call || core_remember(f, call);
-        Py_XDECREF(call);
+    for (int k = 0; k < flush->count && !failed; k++) {
+        core_log_call(f->recent, core_call_of(flush->calls[k]->work));
     }
     for (int g = 0; g < done && !failed; g++)
         for (int k = flush->groups[g].first; k >= 0 && !failed; k = flush->next[k]) {
             WorkState *work = flush->calls[k]->work;
-            PyObject *call = core_called(work->op, work->site, work->seq, work->started, now);
-            failed = !call || settle(f, work, now);
-            if (!failed) core_note(f, call);
-            Py_XDECREF(call);
+            failed = settle(f, work, now);
+            if (!failed) core_note(f, work);
         }
     if (failed) core_break_comm(f);
     return failed ? -1 : 0;
@@ -445,7 +440,7 @@ static int send_calls(Flush *flush)
         start_groups(flush);
         if (conclude(flush, gc)) may = -1;
     }
-    if (core_release_lock(f)) may = -1;
+    core_unlock(f->lock);
     return may;
 }
 
@@ -478,7 +473,7 @@ static PyObject *shape_of(const uint64_t *dims, int ndim)
     return shape;
 }
 
-/* places: [(storage, offset in elements, address, shape, dtype), ...] by tensor, as at the call; the key has the last two */
+/* places: [(storage, offset in elements, address, shape, dtype), ...] by tensor, as at the call; the key has the shapes */
 static PyObject *HeldCall_places(PyObject *self, void *Py_UNUSED(closure))
 {
     HeldCall *held = (HeldCall *)self;
@@ -492,7 +487,7 @@ static PyObject *HeldCall_places(PyObject *self, void *Py_UNUSED(closure))
         PyObject *shape = shape_of(words + 2, ndim);
         PyObject *place = shape ? Py_BuildValue("(OLKOO)", PyTuple_GetItem(held->storages, k), (long long)held->tensors[k].offset,
                                                 (unsigned long long)(uintptr_t)held->tensors[k].data, shape,
-                                                (PyObject *)(uintptr_t)words[1]) : NULL;
+                                                PyList_GetItem(held->entry->dtypes, k)) : NULL;
         if (!place || PyList_Append(places, place)) Py_CLEAR(places);
         Py_XDECREF(shape), Py_XDECREF(place);
         k++;

@@ -47,6 +47,7 @@ typedef struct {
 
 static PyTypeObject *FastWindow_Type;
 static PyObject *field_names[KINDS][MOST_FIELDS + 1];
+enum { DTYPE = 3 }; /* the field of PUT */
 
 /* ---- arguments ---------------------------------------------------------------------------------------------------- */
 
@@ -94,7 +95,9 @@ static int parse(const FastWindow *w, int kind, PyObject *const *args, Operation
         if (!core_is_tensor(w->path, args[0]) || !parse_rank(w, args[1], &op->peer)
             || !parse_number(args[2], w->parts[op->peer].nbytes, &op->offset))
             return 0;
-        return core_ask_tensor(args[0], tensors);
+        if (!(op->dtype = PyObject_GetAttr(args[0], field_names[PUT][DTYPE]))) return -1;
+        Py_DECREF(op->dtype); /* dtypes live for ever */
+        return core_ask_tensor(w->path, args[0], tensors);
     case SIGNAL:
         op->add = args[3] == Py_True;
         return parse_rank(w, args[0], &op->peer) && op->peer != w->rank /* whose own waits are to be looked at */
@@ -123,7 +126,7 @@ static int transfer(const FastWindow *w, int kind, Operation *op, Tensors *tenso
     Key key;
     key.count = tensors->count = 0;
     if (!core_add_tensor(w->path, op->tensor, &key, tensors)) return 0;
-    op->dtype = tensors->dtype[0], op->nbytes = tensors->nbytes[0];
+    op->nbytes = tensors->nbytes[0];
     op->numel = 1;
     for (int k = 2; k < key.count; k++) op->numel *= (int64_t)key.words[k];
     uint64_t nbytes = (uint64_t)op->nbytes, item = nbytes / (uint64_t)op->numel;
@@ -227,12 +230,11 @@ static int apply(FastWindow *w, int kind, Operation *op, Tensors *tensors, PyObj
     if ((kind == PUT || kind == GET) && !transfer(w, kind, op, tensors)) return 0;
     if (kind == SIGNAL) signal_peer(w, op);
     long long seq = core_count(w->path, 1, op->nbytes); /* before Python code can run */
-    PyObject *description = described(w, kind, op), *result = op->tensor ? op->tensor : Py_None, *call = NULL;
-    if (description)
-        *work = (PyObject *)core_finished_work(w->path, description, seq, result, site, started, &call);
-    if (call) core_note(w->path, call);
+    PyObject *description = described(w, kind, op), *result = op->tensor ? op->tensor : Py_None;
+    WorkState *done = description ? core_finished_work(w->path, description, seq, result, site, started) : NULL;
+    if (done) core_note(w->path, done);
+    *work = (PyObject *)done;
     Py_XDECREF(description);
-    Py_XDECREF(call);
     return 1;
 }
 
@@ -252,10 +254,10 @@ static PyObject *submit(PyObject *self, int kind, PyObject *const *args, Py_ssiz
     if (usual > 0 && !(site = core_site_of(w->path))) usual = -1;
     if (usual > 0) usual = core_is_open(w->path);
     if (usual > 0 && kind == WAIT) usual = wait_for(w, &op);
-    if (usual > 0) usual = core_lock(w->path);
+    if (usual > 0) usual = core_try_lock(w->path->lock);
     if (usual > 0) {
         usual = apply(w, kind, &op, &tensors, site, started, &work);
-        if (core_release_lock(w->path)) Py_CLEAR(work);
+        core_unlock(w->path->lock);
     }
     Py_XDECREF(site);
     if (!usual && !PyErr_Occurred()) Py_RETURN_NONE;
