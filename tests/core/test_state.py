@@ -1,12 +1,16 @@
-"""The state of a Work, the counts and the streak of awaits: alike in Python and in C."""
+"""The state of a Work, and the counts, log, lock and streak of a comm: alike in Python and in C."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
+import threading
 import time
 import weakref
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -179,3 +183,107 @@ async def test_a_finished_state_is_awaited_without_the_method() -> None:
     work = stated(IN_C)()
     work._mailbox, work._done = IN_C.Streak(), True  # of no loop
     assert next(work.__await__()) == "waits"
+
+
+def test_the_owner_of_a_lock_takes_it_again(state: Any) -> None:
+    lock = state.ReentrantLock()
+
+    def is_free() -> bool:
+        """Whether another thread gets the lock."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: lock.acquire(False) and lock.release() is None).result()
+
+    with lock:
+        assert lock.acquire()
+        assert lock.acquire(False)
+        lock.release()
+        assert not is_free()
+        lock.release()
+        assert not is_free()
+    assert is_free()
+    with pytest.raises(RuntimeError):
+        lock.release()
+
+
+def test_a_lock_is_released_by_its_owner_only(state: Any) -> None:
+    lock = state.ReentrantLock()
+    with lock, ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError):
+        pool.submit(lock.release).result()
+
+
+def test_threads_wait_for_a_lock(state: Any) -> None:
+    lock, counter = state.ReentrantLock(), [0]
+
+    def add() -> None:
+        for _ in range(200):
+            with lock:
+                before = counter[0]
+                os.sched_yield()
+                counter[0] = before + 1
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(add) for _ in range(4)]:
+            done.result()
+    assert counter == [800]
+
+
+def test_a_signal_interrupts_the_wait_for_a_lock(state: Any) -> None:
+    lock, main = state.ReentrantLock(), threading.get_ident()
+    held, over, signals = threading.Event(), threading.Event(), [0]
+
+    def handle(*_: object) -> None:
+        signals[0] += 1
+        if signals[0] == 3:
+            raise InterruptedError
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            for count in range(3):
+                signal.pthread_kill(main, signal.SIGUSR2)
+                while signals[0] == count:
+                    os.sched_yield()
+            over.wait()
+
+    before = signal.signal(signal.SIGUSR2, handle)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(hold)
+            try:
+                with pytest.raises(InterruptedError):
+                    held.wait()
+                    lock.acquire()
+            finally:
+                over.set()
+            done.result()
+        assert lock.acquire(False), "the interrupted thread does not hold it"
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_the_last_calls_are_kept(state: Any) -> None:
+    calls = [("op", (number,), number, 0.5, None if number % 2 else 1.5) for number in range(7)]
+    log = state.CallLog(calls[:2], 3)
+    assert (list(log), len(log), log.maxlen) == (calls[:2], 2, 3)
+    for call in calls[2:]:
+        log.append(call)
+        assert log[-1] == call
+    assert list(log.copy()) == list(log) == [log[0], log[1], log[2]] == calls[4:]
+    assert list(state.CallLog(log, 5)) == calls[4:]
+    with pytest.raises(IndexError):
+        log[3]
+    none = state.CallLog((), 0)
+    none.append(calls[0])
+    assert not none
+
+
+def test_kept_calls_are_collected(state: Any) -> None:
+    class Op:
+        pass
+
+    op: Any = Op()
+    op.log = state.CallLog([(op, None, 0, 0.0, None)], 2)
+    end = weakref.ref(op)
+    del op
+    gc.collect()
+    assert end() is None
