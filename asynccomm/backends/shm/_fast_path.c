@@ -21,7 +21,7 @@
 PyTypeObject *Core_FastPath;
 static PyTypeObject *Streak_Type, *Counts_Type, *State_of_Work, *Log_Type, *Lock_Type;
 static PyObject *get_running_loop, *get_frame, *one, *two;
-static PyObject *name_running, *name_append, *name_filename, *name_lasti, *name_profiling;
+static PyObject *name_running, *name_append, *name_filename, *name_lasti, *name_dtype, *name_profiling;
 
 static void release_arguments(Arguments *arguments)
 {
@@ -93,8 +93,19 @@ int core_ask_tensor(const FastPath *f, PyObject *tensor, Tensors *tensors)
 
 int core_is_tensor(const FastPath *f, PyObject *object) { return Py_TYPE(object) == f->tensor || Py_TYPE(object) == f->parameter; }
 
+/* Ask a tensor for its dtype; as core_ask_tensor. */
+static int ask_dtype(const FastPath *Py_UNUSED(f), PyObject *tensor, Tensors *tensors)
+{
+    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
+    if (!dtype) return -1;
+    Py_DECREF(dtype);
+    tensors->dtype[tensors->count++] = dtype;
+    return 1;
+}
+
 /* Ask all tensors among the arguments; as hold_arguments. */
-static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *tensors)
+static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *tensors,
+                       int (*ask)(const FastPath *, PyObject *, Tensors *))
 {
     tensors->count = 0;
     for (int k = 1; k < arguments->count; k++) {
@@ -102,7 +113,7 @@ static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *t
         Py_ssize_t count = PyTuple_CheckExact(argument) ? PyTuple_Size(argument) : core_is_tensor(f, argument);
         for (Py_ssize_t j = 0; j < count; j++) {
             PyObject *item = PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, j) : argument;
-            int usual = core_is_tensor(f, item) ? core_ask_tensor(f, item, tensors) : 0;
+            int usual = core_is_tensor(f, item) ? ask(f, item, tensors) : 0;
             if (usual <= 0) return usual;
         }
     }
@@ -133,9 +144,17 @@ int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tens
         if (data == tensors->data[k] && nbytes == tensors->nbytes[k]) same = k + 1;
         else if (data < tensors->data[k] + tensors->nbytes[k] && tensors->data[k] < data + nbytes) return 0;
     }
+    PyObject *dtype = NULL;
+    if (found.dtype.code <= DL_UINT && found.dtype.bits == 8) { /* integers of fewer bits are the same to DLPack */
+        if (!tensors->with_dtypes) {
+            tensors->want_dtypes = 1;
+            return 0;
+        }
+        dtype = tensors->dtype[number];
+    }
     uint64_t *words = key->words + key->count;
     words[0] = OF_TENSOR | (uint64_t)found.ndim << 24 | (uint64_t)same << 32;
-    words[1] = (uint64_t)found.dtype.code << 8 | found.dtype.bits;
+    words[1] = dtype ? (uint64_t)(uintptr_t)dtype : (uint64_t)found.dtype.code << 8 | found.dtype.bits;
     for (int k = 0; k < found.ndim; k++) words[2 + k] = (uint64_t)found.shape[k];
     key->count += 2 + found.ndim;
     tensors->count++;
@@ -311,27 +330,12 @@ Entry *core_learn(FastPath *f, PyObject *learn, PyObject *given, const uint64_t 
     return *place = entry;
 }
 
-/* The dtypes of all tensors among the arguments; NULL with an exception. */
-static PyObject *dtypes_of(const FastPath *f, const Arguments *arguments)
-{
-    PyObject *dtypes = PyList_New(0);
-    for (int k = 1; dtypes && k < arguments->count; k++) {
-        PyObject *argument = arguments->items[k];
-        Py_ssize_t count = PyTuple_CheckExact(argument) ? PyTuple_Size(argument) : core_is_tensor(f, argument);
-        for (Py_ssize_t j = 0; dtypes && j < count; j++) {
-            PyObject *dtype = PyObject_GetAttrString(PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, j) : argument, "dtype");
-            if (!dtype || PyList_Append(dtypes, dtype)) Py_CLEAR(dtypes);
-            Py_XDECREF(dtype);
-        }
-    }
-    return dtypes;
-}
-
 /* Have Python make a recipe of a call; -1 with an exception. */
-static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, int tensors)
+static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, Tensors *tensors)
 {
-    PyObject *all = core_tuple_of(arguments->items, arguments->count), *dtypes = all ? dtypes_of(f, arguments) : NULL;
-    Entry *entry = dtypes ? core_learn(f, f->learn, all, key->words, key->count, tensors, arguments->count - 1) : NULL;
+    if (!tensors->with_dtypes && ask_tensors(f, arguments, tensors, ask_dtype) < 0) return -1;
+    PyObject *all = core_tuple_of(arguments->items, arguments->count), *dtypes = core_tuple_of(tensors->dtype, tensors->count);
+    Entry *entry = all && dtypes ? core_learn(f, f->learn, all, key->words, key->count, tensors->count, arguments->count - 1) : NULL;
     if (entry) {
         entry->make = arguments->items[0], entry->dtypes = dtypes;
         Py_INCREF(entry->make), Py_INCREF(dtypes);
@@ -635,7 +639,7 @@ static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, 
     Key key;
     if (!key_of(f, arguments, &key, tensors)) return 0;
     Entry *entry = *core_entry_of(f, key.words, key.count);
-    if (!entry) return learn_call(f, &key, arguments, tensors->count) ? 1 : 2;
+    if (!entry) return learn_call(f, &key, arguments, tensors) ? 1 : 2;
     if (!entry->program && entry->peer < 0) return 0;
     PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];
     entry->holds++;
@@ -663,12 +667,18 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject *
     int result = hold_arguments(&arguments, args, n);
     if (result <= 0) return result < 0;
     PyObject *site = NULL, *queue = NULL;
-    result = ask_tensors(f, &arguments, &tensors);
+    tensors.with_dtypes = tensors.want_dtypes = 0;
+    result = ask_tensors(f, &arguments, &tensors, core_ask_tensor);
     if (result > 0 && !(site = core_site_of(f))) result = -1;
     if (result > 0 && f->counts->scopes) result = core_queue_of(f, &queue);
     if (result < 0) result = 1; /* with the exception */
     else if (result) {
         result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
+        if (!result && tensors.want_dtypes && (result = ask_tensors(f, &arguments, &tensors, ask_dtype)) > 0) {
+            tensors.with_dtypes = 1;
+            result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
+        }
+        if (result < 0) result = 1; /* with the exception */
         if (result == 2) result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
         if (result == 2) result = 0; /* forgotten already */
     }
@@ -822,7 +832,7 @@ int core_add_fast_path(PyObject *module)
 {
     const struct { PyObject **place; const char *text; } names[] = {
         {&name_running, "__asyncio_running_event_loop__"}, {&name_append, "append"}, {&name_filename, "co_filename"},
-        {&name_lasti, "f_lasti"}, {&name_profiling, "_is_profiler_enabled"}};
+        {&name_lasti, "f_lasti"}, {&name_dtype, "dtype"}, {&name_profiling, "_is_profiler_enabled"}};
     for (size_t k = 0; k < sizeof names / sizeof *names; k++)
         if (!(*names[k].place = PyUnicode_InternFromString(names[k].text))) return -1;
     if (!(get_running_loop = attribute_of("asyncio", "_get_running_loop")) || !(get_frame = attribute_of("sys", "_getframe"))

@@ -32,7 +32,7 @@ typedef struct {
     int (*look)(void *tensor, DLTensor *found);
 } DLPackTable;
 
-enum { DL_CPU = 1, DL_COMPLEX = 5 };
+enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5 };
 
 /* The lowest byte of the first word of an argument in a key; the first word of all is the address of the method's check, or
  * SEVERAL for a key of the serial numbers of calls. */
@@ -55,7 +55,8 @@ typedef struct {
     char *data[MOST_TENSORS];
     int64_t nbytes[MOST_TENSORS];
     int64_t offset[MOST_TENSORS], storage[MOST_TENSORS]; /* elements, and bytes: of views that do not begin their storage */
-    int count;
+    PyObject *dtype[MOST_TENSORS]; /* borrowed: dtypes live for ever */
+    int count, with_dtypes, want_dtypes; /* whether the dtypes are known, and whether a key needs them */
 } Tensors;
 
 /* The arguments of a call, with tuples in place of lists, which other threads may change. */
@@ -69,7 +70,7 @@ typedef struct {
     uint64_t *words; /* the key */
     int word_count;
     PyObject *make; /* that the key names by its address; kept alive; NULL for calls that a scope has held */
-    PyObject *dtypes; /* a list, by tensor; NULL as `make` */
+    PyObject *dtypes; /* a tuple, by tensor; NULL as `make` */
     PyObject *op, *kernels, *owners; /* owners: of memory that is part of the recipe */
     PyObject *nbytes;                /* an int, for the statistics */
     long long size;                  /* the same */

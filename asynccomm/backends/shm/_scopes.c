@@ -487,7 +487,7 @@ static PyObject *HeldCall_places(PyObject *self, void *Py_UNUSED(closure))
         PyObject *shape = shape_of(words + 2, ndim);
         PyObject *place = shape ? Py_BuildValue("(OLKOO)", PyTuple_GetItem(held->storages, k), (long long)held->tensors[k].offset,
                                                 (unsigned long long)(uintptr_t)held->tensors[k].data, shape,
-                                                PyList_GetItem(held->entry->dtypes, k)) : NULL;
+                                                PyTuple_GetItem(held->entry->dtypes, k)) : NULL;
         if (!place || PyList_Append(places, place)) Py_CLEAR(places);
         Py_XDECREF(shape), Py_XDECREF(place);
         k++;

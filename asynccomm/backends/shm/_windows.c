@@ -97,6 +97,7 @@ static int parse(const FastWindow *w, int kind, PyObject *const *args, Operation
             return 0;
         if (!(op->dtype = PyObject_GetAttr(args[0], field_names[PUT][DTYPE]))) return -1;
         Py_DECREF(op->dtype); /* dtypes live for ever */
+        tensors->dtype[0] = op->dtype, tensors->with_dtypes = 1;
         return core_ask_tensor(w->path, args[0], tensors);
     case SIGNAL:
         op->add = args[3] == Py_True;
