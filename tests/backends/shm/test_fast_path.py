@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from asynccomm import (
     BrokenError,
@@ -666,6 +667,27 @@ async def test_dtypes_that_look_alike_are_told_apart() -> None:
         for _ in range(2):
             assert str(comm.broadcast(tensor, 0).op) == "broadcast(uint8[7], root=0)"
             assert str(comm.broadcast(tensor.view(torch.uint4), 0).op) == "broadcast(uint4[7], root=0)"
+
+
+@pytest.mark.ranks(1)
+async def test_a_mode_may_answer_for_tensors() -> None:
+    class Storage:
+        def nbytes(self) -> int:
+            return 1 << 20
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return Storage() if function is Tensor.untyped_storage else function(*args, **(kwargs or {}))
+
+    async with counted() as (comm, paths):
+        for _ in range(2):
+            await comm.all_reduce(torch.ones(3))
+            paths.took()
+        await comm.all_reduce(torch.ones(3))
+        assert paths.took() == "fast"
+        with Mode():
+            await comm.all_reduce(torch.ones(3))
+        assert paths.took() == "ordinary"
 
 
 @pytest.mark.ranks(1)
