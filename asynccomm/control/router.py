@@ -92,6 +92,7 @@ class Router:
         self._routes: dict[int, Transport] = {}  # towards each rank below
         self._behind: dict[Transport, set[int]] = {}  # ranks that had their route by each connection
         self._departures: dict[Address, list[RoutedMessage]] = {}  # messages about all ranks that are gone
+        self._missed: tuple[object, list[RoutedMessage | MessageBatch]] | None = None  # with its version
         self._waiting: deque[RoutedMessage] = deque(maxlen=KEPT)
         self._log = BroadcastLog()
         self._leaving = False
@@ -261,12 +262,19 @@ class Router:
         self._set_route(rank, link)
         self.last_heard[rank] = time.monotonic()
         self.send(ROOT, Presence())
-        # the rank, or ranks below it, may have missed the news
-        self._send_together(link, [*self._all_gone(ALL), *self._log.recent])
+        for frame in self._missed_news():  # by the rank, or by ranks below it
+            link.send(frame)
         if self._leaving:
             link.send(self._gone_message([self.rank], "", ALL))
         if self._patient.waiting and rank == self._heir:
             self._entrust(self._patient.waiting)
+
+    def _missed_news(self) -> list[RoutedMessage | MessageBatch]:
+        """The news that a rank may have missed; the same for all ranks that connect to a new root."""
+        version = len(self.gone), self._log.added
+        if self._missed is None or self._missed[0] != version:
+            self._missed = version, list(batches([*self._all_gone(ALL), *self._log.recent]))
+        return self._missed[1]
 
     def _set_route(self, rank: int, link: Transport) -> None:
         self._routes[rank] = link

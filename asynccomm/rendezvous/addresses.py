@@ -74,6 +74,10 @@ async def exchange_addresses(
         await shielded(_post_end(room, rank, size))
         raise
     await _check(room, ways)
+    return _with_ways(joined, ways)
+
+
+def _with_ways(joined: HandshakeResult, ways: Sequence[_Way]) -> HandshakeResult:
     contacts = []
     for contact in joined.contacts:
         way, host = ways[contact.rank], joined.members[contact.rank].host
@@ -132,12 +136,17 @@ async def _read(room: Store, size: int, left: float) -> list[_Way]:
     except StoreTimeoutError:
         return [_Way(missing=1), *[_Way()] * (size - 1)]
     try:
-        rows = unpack_table(text, _COLUMNS, TABLE_BYTES + TABLE_BYTES_EACH * size)
-        ways: list[_Way] = decode(list[_Way], [dict(zip(_Way.__struct_fields__, row, strict=True)) for row in rows])
-        if len(ways) != size:
-            raise MessageError(f"they must be of {size} ranks, got {len(ways)}")
+        return _unpacked(text, size)
     except MessageError as exc:
         raise BackendError(f"the addresses that rank 0 has published cannot be read: {exc}") from None
+
+
+def _unpacked(table: bytes, size: int) -> list[_Way]:
+    """The ways in a table. Raises: MessageError."""
+    rows = unpack_table(table, _COLUMNS, TABLE_BYTES + TABLE_BYTES_EACH * size)
+    ways: list[_Way] = decode(list[_Way], [dict(zip(_Way.__struct_fields__, row, strict=True)) for row in rows])
+    if len(ways) != size:
+        raise MessageError(f"they must be of {size} ranks, got {len(ways)}")
     return ways
 
 
