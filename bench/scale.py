@@ -6,7 +6,7 @@ Nothing is started and no message travels: all ranks are in this process, in vir
 protocols are the package's own code. "requests" are those of a rank to the store, "messages" those that a rank receives
 on the control channel; both are given for the average rank and for the busiest node. The time is virtual but for rows
 with "CPU", whose time is the CPU time of rank 0, without garbage collections: these would visit all ranks. All ranks
-leave only up to ``--leaving`` ranks: the simulation then takes time in proportion to the square of their number.
+close and leave only up to ``--leaving`` ranks: each rank then keeps the state of all, which is 5 GB for 10,000 ranks.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def rendezvous(network: Network) -> Row:
         (handshake, "network_id", host_name.get),
         (handshake.os, "getpid", number.get),
         (addresses, "_own_way", own_way),
-        # all ranks read the same tables: only the first one decodes them
+        # all ranks read the same tables: only the first one decodes them, and none compares all entries
         (handshake, "_unpacked", functools.lru_cache(handshake._unpacked)),
+        (handshake, "_checked", lambda members, mine: members),
         (handshake, "_joined", _of_the_same(handshake._joined)),
         (addresses, "_unpacked", functools.lru_cache(addresses._unpacked)),
         (addresses, "_with_ways", lambda joined, ways: joined),

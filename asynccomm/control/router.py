@@ -14,9 +14,10 @@ ranks connected to it have acknowledged the leave; without that, a peer could ta
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final, Protocol, final
 
@@ -41,6 +42,7 @@ from asynccomm.control.runs import compact_ranks, distinct_ranks, expand_ranks
 from asynccomm.control.transport.schema import JsonObject, MessageError, decode, shown
 from asynccomm.control.transport.topology import Topology
 
+LATER: Final = 32  # ranks gone, or messages to all, that are added to a long list of missed news
 KEPT: Final = 4096  # messages that wait for a connection to the rank above
 
 
@@ -92,7 +94,9 @@ class Router:
         self._routes: dict[int, Transport] = {}  # towards each rank below
         self._behind: dict[Transport, set[int]] = {}  # ranks that had their route by each connection
         self._departures: dict[Address, list[RoutedMessage]] = {}  # messages about all ranks that are gone
-        self._missed: tuple[object, list[RoutedMessage | MessageBatch]] | None = None  # with its version
+        #: the last long list of missed news, and the number of ranks that were gone and of messages in the log then
+        self._missed: tuple[int, int, list[RoutedMessage | MessageBatch]] = (0, 0, [])
+        self._told: set[int] = set()  # ranks of which a root has sent that they are gone
         self._waiting: deque[RoutedMessage] = deque(maxlen=KEPT)
         self._log = BroadcastLog()
         self._leaving = False
@@ -270,11 +274,15 @@ class Router:
             self._entrust(self._patient.waiting)
 
     def _missed_news(self) -> list[RoutedMessage | MessageBatch]:
-        """The news that a rank may have missed; the same for all ranks that connect to a new root."""
-        version = len(self.gone), self._log.added
-        if self._missed is None or self._missed[0] != version:
-            self._missed = version, list(batches([*self._all_gone(ALL), *self._log.recent]))
-        return self._missed[1]
+        """The news that a rank may have missed. All ranks connect to a new root, so they are not made anew for each."""
+        gone, added, frames = self._missed
+        recent, later = self._log.added - added, [*itertools.islice(self.gone, gone, None)]
+        if len(later) > LATER or recent > LATER:
+            frames = list(batches([*self._all_gone(ALL), *self._log.recent]))
+            self._missed = len(self.gone), self._log.added, frames
+            return frames
+        messages = [*self._log.recent][-recent:] if recent else []
+        return [*frames, *batches([*self._departures_of(later, ALL), *messages])]
 
     def _set_route(self, rank: int, link: Transport) -> None:
         self._routes[rank] = link
@@ -440,14 +448,23 @@ class Router:
 
     def _all_gone(self, to: Address) -> list[RoutedMessage]:
         if to not in self._departures:
-            reasons: dict[str, list[int]] = {}
-            for rank in sorted(self.gone):
-                reasons.setdefault(self.gone[rank], []).append(rank)
-            self._departures[to] = [self._gone_message(ranks, how, to) for how, ranks in reasons.items()]
+            # to the root apart: the ranks that a root has sent are the same list on many ranks, which is read once
+            told = [rank for rank in self.gone if rank in self._told] if to == ROOT else []
+            others = [rank for rank in self.gone if rank not in self._told] if to == ROOT else self.gone
+            self._departures[to] = [*self._departures_of(told, to), *self._departures_of(others, to)]
         return self._departures[to]
+
+    def _departures_of(self, gone: Iterable[int], to: Address) -> list[RoutedMessage]:
+        reasons: dict[str, list[int]] = {}
+        for rank in sorted(gone):
+            reasons.setdefault(self.gone[rank], []).append(rank)
+        return [self._gone_message(ranks, how, to) for how, ranks in reasons.items()]
 
     def _on_departure(self, to: Address, departure: Departure) -> None:
         ranks, how = distinct_ranks(departure.ranks), departure.reason
+        if to == ALL and not self.is_root:
+            self._told |= ranks
+            self._departures.pop(ROOT, None)
         if how and to != ROOT and self.rank in ranks:
             self.fence(how)
         new = sorted(rank for rank in ranks if rank not in self.gone and rank != self.rank)
