@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,7 +94,7 @@ def rendezvous(network: Network) -> Row:
     fakes: list[tuple[object, str, object]] = [
         (handshake, "host_name", host_name.get),
         (handshake, "network_id", host_name.get),
-        (handshake.os, "getpid", number.get),
+        (os, "getpid", number.get),
         (addresses, "_own_way", own_way),
         # all ranks read the same tables: only the first one decodes them, and none compares all entries
         (handshake, "_unpacked", functools.lru_cache(handshake._unpacked)),
@@ -113,7 +114,7 @@ def rendezvous(network: Network) -> Row:
 def _process_numbers(network: Network) -> list[int]:
     """Numbers of processes that a launcher on each host starts one after the other, beside other processes."""
     order = random.Random(0)
-    numbers = []
+    numbers: list[int] = []
     for rank in range(network.ranks):
         begins = rank % network.per_host == 0
         numbers.append(order.randrange(1000, 4_000_000) if begins else numbers[-1] + order.choice([1, 1, 1, 2, 3, 9]))
@@ -344,7 +345,7 @@ def main() -> None:
     parser.add_argument("--remote-us", type=float, default=50, help="latency between hosts")
     parser.add_argument("--message-us", type=float, default=5, help="time of a node for a message")
     parser.add_argument("--gbit", type=float, default=10, help="bandwidth of a node per second")
-    parser.add_argument("--leaving", type=int, default=1000, help="ranks up to which all close and leave")
+    parser.add_argument("--leaving", type=int, default=10000, help="ranks up to which all close and leave")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     if min(*args.ranks, args.per_host) < 1 or min(args.ranks) < 3:
