@@ -235,7 +235,7 @@ def _closing(network: Network) -> list[Row]:
         row = _tree_row(name, tree, tree.last - begin)
         rows.append(dataclasses.replace(row, nbytes=tree.nbytes / network.ranks))
     assert len(tree.dead) == network.ranks
-    assert not any(any(router.gone.values()) for router in tree.routers), "taken for lost"
+    assert not tree.suspicions, "taken for lost"
     return rows
 
 

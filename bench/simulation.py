@@ -221,7 +221,9 @@ class Tree:
         self.now = 0.0  #: microseconds
         self.messages = 0
         self.handled = [0] * network.ranks  #: messages that each rank has received
-        self.routers = [Router(rank, topology, _ignore, self._gone, self._later) for rank in range(network.ranks)]
+        self._topology = topology
+        self.routers = [self._router(rank) for rank in range(network.ranks)]
+        self.suspicions = 0  #: ranks that ended with another rank taken for lost
         self.nbytes = 0  #: of all messages
         self.last = 0.0  #: time at which the last message was handled
         self.changed = 0.0  #: time of the last news of a lost rank, or of the last connection
@@ -234,6 +236,9 @@ class Tree:
         self._inboxes: list[deque[tuple[_Link, Any]]] = [deque() for _ in range(network.ranks)]
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
+
+    def _router(self, rank: int) -> Router:
+        return Router(rank, self._topology, _ignore, self._gone, self._later)
 
     def _gone(self, ranks: Sequence[int], how: str) -> None:
         self.changed = self.now
@@ -280,6 +285,8 @@ class Tree:
         for link in self.routers[rank].links:
             assert isinstance(link, _Link)
             link.close()
+        self.suspicions += any(self.routers[rank].gone.values())
+        self.routers[rank] = self._router(rank)  # frees the memory of the other one
 
     def leave(self, rank: int) -> None:
         """Have ``rank`` leave in good order; its connections end once that is acknowledged, or after a while."""

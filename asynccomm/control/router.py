@@ -96,7 +96,7 @@ class Router:
         self._departures: dict[Address, list[RoutedMessage]] = {}  # messages about all ranks that are gone
         #: the last long list of missed news, and the number of ranks that were gone and of messages in the log then
         self._missed: tuple[int, int, list[RoutedMessage | MessageBatch]] = (0, 0, [])
-        self._told: set[int] = set()  # ranks of which a root has sent that they are gone
+        self._untold: set[int] = set()  # ranks that are gone, which no root has sent to this node
         self._waiting: deque[RoutedMessage] = deque(maxlen=KEPT)
         self._log = BroadcastLog()
         self._leaving = False
@@ -449,9 +449,9 @@ class Router:
     def _all_gone(self, to: Address) -> list[RoutedMessage]:
         if to not in self._departures:
             # to the root apart: the ranks that a root has sent are the same list on many ranks, which is read once
-            told = [rank for rank in self.gone if rank in self._told] if to == ROOT else []
-            others = [rank for rank in self.gone if rank not in self._told] if to == ROOT else self.gone
-            self._departures[to] = [*self._departures_of(told, to), *self._departures_of(others, to)]
+            untold = self._untold if to == ROOT else set()
+            told = self.gone.keys() - untold
+            self._departures[to] = [*self._departures_of(told, to), *self._departures_of(untold, to)]
         return self._departures[to]
 
     def _departures_of(self, gone: Iterable[int], to: Address) -> list[RoutedMessage]:
@@ -462,9 +462,6 @@ class Router:
 
     def _on_departure(self, to: Address, departure: Departure) -> None:
         ranks, how = distinct_ranks(departure.ranks), departure.reason
-        if to == ALL and not self.is_root:
-            self._told |= ranks
-            self._departures.pop(ROOT, None)
         if how and to != ROOT and self.rank in ranks:
             self.fence(how)
         new = sorted(rank for rank in ranks if rank not in self.gone and rank != self.rank)
@@ -475,6 +472,9 @@ class Router:
             self._mark_gone(new, how)
             if to == ROOT and how:
                 self._forward_down(message)
+        if to == ALL and not self._untold.isdisjoint(ranks):
+            self._untold -= ranks
+            self._departures.pop(ROOT, None)
 
     def _forward_down(self, message: RoutedMessage | MessageBatch) -> None:
         self._patient.flush()
@@ -496,6 +496,7 @@ class Router:
         was_root, root = self.is_root, self._root
         heirs = {self._next_root(), self.topology.next_leader(self.rank, self.gone)} if self._patient.waiting else set()
         self._departures.clear()
+        self._untold.update(ranks)
         for rank in ranks:
             self.gone[rank] = how
             self._routes.pop(rank, None)
