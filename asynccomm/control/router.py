@@ -42,7 +42,7 @@ from asynccomm.control.runs import compact_ranks, distinct_ranks, expand_ranks
 from asynccomm.control.transport.schema import JsonObject, MessageError, decode, shown
 from asynccomm.control.transport.topology import Topology
 
-LATER: Final = 32  # ranks gone, or messages to all, that are added to a long list of missed news
+LATER: Final = 32  # ranks that are gone, or messages to all, for which no list of missed news is made anew
 KEPT: Final = 4096  # messages that wait for a connection to the rank above
 
 
@@ -448,8 +448,8 @@ class Router:
 
     def _all_gone(self, to: Address) -> list[RoutedMessage]:
         if to not in self._departures:
-            # to the root apart: the ranks that a root has sent are the same list on many ranks, which is read once
-            untold = self._untold if to == ROOT else set()
+            # many ranks that a root has sent are a list of their own for the next root, which is equal from all nodes
+            untold = self._untold if to == ROOT and len(self.gone) > LATER else set()
             told = self.gone.keys() - untold
             self._departures[to] = [*self._departures_of(told, to), *self._departures_of(untold, to)]
         return self._departures[to]

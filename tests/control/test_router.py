@@ -277,8 +277,9 @@ def ranks_gone(link: Sink) -> set[int]:
     return {rank for body in bodies if isinstance(body, Departure) for rank in expand_ranks(body.ranks)}
 
 
-def test_leaders_send_a_new_root_the_ranks_that_it_knows_as_one_equal_list() -> None:
+def test_leaders_send_a_new_root_the_ranks_that_it_knows_as_one_equal_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """The root reads such a list once; the ranks that only one leader knows are a list of their own."""
+    monkeypatch.setattr(module, "LATER", 4)
     hosts = [RankAddress(rank, f"host{rank // 2}", rank, local="x") for rank in range(40)]
     for rank in (2, 4):
         leader, old, new = module.Router(rank, Topology(hosts), lambda *_: None, lambda *_: None), Sink(), Sink()
