@@ -8,23 +8,30 @@ the network, and the time that a node takes for a message. A node handles one me
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import heapq
 import itertools
 import selectors
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
+from unittest import mock
 
 import msgspec
 
+from asynccomm.control import router, runs
 from asynccomm.control.channel import LEAVE_ACK_SECONDS
 from asynccomm.control.patient import PATIENT_SECONDS
 from asynccomm.control.router import Router
+from asynccomm.control.transport import schema
 from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.control.uplink import NOT_THERE, REFUSED_SECONDS
 from asynccomm.store.base import Store
 from asynccomm.store.memory import MemoryStore
+
+REMEMBERED: Final = 4096  # messages, and lists of ranks, that the simulation has once for all ranks
 
 T = TypeVar("T")
 
@@ -41,8 +48,11 @@ class Network:
     message_us: float  #: that a node takes for a message, at either end
     gbit: float  #: per second, of a node
 
+    def host(self, rank: int) -> int:
+        return rank // self.per_host
+
     def latency(self, one: int, other: int) -> float:
-        return self.local_us if one // self.per_host == other // self.per_host else self.remote_us
+        return self.local_us if self.host(one) == self.host(other) else self.remote_us
 
     def cost(self, nbytes: int) -> float:
         """Microseconds that a node takes for a message of ``nbytes``."""
@@ -164,8 +174,35 @@ class SimulatedStore(Store):
     async def append(self, key: str, value: bytes | str) -> None:
         await self._request(len(key) + len(value), lambda: self._server.contents.append(key, value), lambda _: 0)
 
+    async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+        await self.wait(keys, timeout)
+        action = lambda: self._server.contents.multi_get(keys, timeout)  # noqa: E731
+        return await self._request(sum(map(len, keys)), action, lambda found: sum(map(len, found)))
+
+    async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
+        size = sum(len(key) + len(value) for key, value in items.items())
+        await self._request(size, lambda: self._server.contents.multi_set(items), lambda _: 0)
+
     async def num_keys(self) -> int:
         return await self._request(1, self._server.contents.num_keys, lambda _: 8)
+
+
+@contextlib.contextmanager
+def sharing() -> Iterator[None]:
+    """Have all ranks share the messages that they get, and the lists in them, as if each had decoded its own."""
+    decoded: OrderedDict[int, tuple[object, Any]] = OrderedDict()
+
+    def decode(kind: Any, data: object) -> Any:
+        found = decoded.get(id(data))
+        if found is None:
+            found = decoded[id(data)] = data, schema.decode(kind, data)
+            if len(decoded) > REMEMBERED:
+                decoded.popitem(last=False)
+        return found[1]
+
+    read = functools.lru_cache(REMEMBERED)(runs._read.__wrapped__)
+    with mock.patch.object(router, "decode", decode), mock.patch.object(runs, "_read", read):
+        yield
 
 
 # -- the control channel -----------------------------------------------------------------------------------------------
@@ -184,18 +221,24 @@ class Tree:
         self.now = 0.0  #: microseconds
         self.messages = 0
         self.handled = [0] * network.ranks  #: messages that each rank has received
-        self.routers = [Router(rank, topology, _ignore, self._gone, self._later) for rank in range(network.ranks)]
+        self._topology = topology
+        self.routers = [self._router(rank) for rank in range(network.ranks)]
+        self.suspicions = 0  #: ranks that ended with another rank taken for lost
         self.nbytes = 0  #: of all messages
         self.last = 0.0  #: time at which the last message was handled
         self.changed = 0.0  #: time of the last news of a lost rank, or of the last connection
         self.dead: set[int] = set()
         self.leaving: set[int] = set()
-        self._encoded: tuple[object, Any, int] = (None, None, 0)  # the last message, which often goes to many ranks
+        #: the last messages, their data and bytes: many ranks get, and pass on, the same ones
+        self._encoded: OrderedDict[int, tuple[object, Any, int]] = OrderedDict()
         self._probing: set[int] = set()
         self._free = [0.0] * network.ranks  # times from which the ranks have nothing to do
         self._inboxes: list[deque[tuple[_Link, Any]]] = [deque() for _ in range(network.ranks)]
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
+
+    def _router(self, rank: int) -> Router:
+        return Router(rank, self._topology, _ignore, self._gone, self._later)
 
     def _gone(self, ranks: Sequence[int], how: str) -> None:
         self.changed = self.now
@@ -220,8 +263,8 @@ class Tree:
             self._attach(rank)
 
     def _attach(self, rank: int) -> None:
-        router = self.routers[rank]
-        if rank in self.dead or router.up is not None or (above := router.above) is None:
+        node = self.routers[rank]
+        if rank in self.dead or node.up is not None or (above := node.above) is None:
             return
         if above in self.dead:  # it refuses connections
             self.at(self.now + REFUSED_SECONDS * 1e6, lambda: self._refused(rank, above))
@@ -229,7 +272,7 @@ class Tree:
         one, other = _Link(self, rank, above), _Link(self, above, rank)
         one.peer, other.peer = other, one
         self.routers[above].accept(rank, other)
-        router.attach(above, one)
+        node.attach(above, one)
 
     def _refused(self, rank: int, above: int) -> None:
         if rank not in self.dead and self.routers[rank].above == above:
@@ -242,6 +285,8 @@ class Tree:
         for link in self.routers[rank].links:
             assert isinstance(link, _Link)
             link.close()
+        self.suspicions += any(self.routers[rank].gone.values())
+        self.routers[rank] = self._router(rank)  # frees the memory of the other one
 
     def leave(self, rank: int) -> None:
         """Have ``rank`` leave in good order; its connections end once that is acknowledged, or after a while."""
@@ -252,10 +297,12 @@ class Tree:
 
     def send(self, link: _Link, message: object) -> None:
         """Deliver ``message`` at the other end of ``link``."""
-        if message is not self._encoded[0]:
+        if (encoded := self._encoded.get(id(message))) is None:
             data = msgspec.to_builtins(message)
-            self._encoded = message, data, len(msgspec.json.encode(data))
-        _, data, nbytes = self._encoded
+            encoded = self._encoded[id(message)] = message, data, len(msgspec.json.encode(data))
+            if len(self._encoded) > REMEMBERED:
+                self._encoded.popitem(last=False)
+        _, data, nbytes = encoded
         self.messages += 1
         self.nbytes += nbytes
         when = self._arrival(link, nbytes)

@@ -144,7 +144,7 @@ class RankInfo:
     rank: int
     host: str  #: its name; a number is added where several hosts have one name
     pid: int
-    network: str = ""  #: equal for ranks that reach each other by loopback
+    network: str = ""  #: a number, equal for ranks that reach each other by loopback
     address: str = ""  #: that the ranks on other hosts reach; empty: they are all on one host
 
 
@@ -205,6 +205,22 @@ class BackendContext:
         if await self.store.add("connected", 1) == self.group.size:
             await self.store.set("all connected", b"1")
         await self.store.wait(["all connected"], math.inf)
+
+    async def first_problem(self, mine: str) -> tuple[int, str] | None:
+        """The lowest rank that has a problem, and the problem; None if no rank has one. Collective, once.
+
+        Rank 0 reads the problems of all ranks, so that the number of requests is proportional to the number of ranks.
+
+        Args:
+            mine: the problem of this rank; empty: it has none.
+        """
+        await self.store.set(f"problem/{self.group.rank}", mine)
+        if self.group.rank == 0:
+            posted = await self.store.multi_get([f"problem/{rank}" for rank in range(self.group.size)], math.inf)
+            found = next(((rank, text) for rank, text in enumerate(posted) if text), (0, b""))
+            await self.store.set("first problem", b"%d %b" % found)
+        rank, _, text = (await self.store.get("first problem", math.inf)).partition(b" ")
+        return (int(rank), text.decode(errors="replace")) if text else None
 
 
 class HeldCall(Protocol):

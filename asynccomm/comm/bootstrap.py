@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import final
 
-import anyio.to_thread
-
-from asynccomm.backends.addresses import choose_address
 from asynccomm.backends.base import Backend
 from asynccomm.comm.connecting import connect_session
 from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
-from asynccomm.control.transport.schema import Message, dumps, loads
 from asynccomm.control.transport.sockets import ListeningSockets
-from asynccomm.control.transport.topology import TEXT_CHARACTERS, RankAddress, Text
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.tasks import shielded
-from asynccomm.errors import BackendError, StoreError, StoreTimeoutError
+from asynccomm.errors import StoreError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
-from asynccomm.rendezvous.handshake import FAREWELL, HandshakeResult, handshake
+from asynccomm.rendezvous.addresses import LEAST_SECONDS, exchange_addresses
+from asynccomm.rendezvous.handshake import HandshakeResult, handshake
 from asynccomm.rendezvous.job import STORE_HOST_KEY, CommIdentity, Job, JobOrigin, NameReservation
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
-from asynccomm.store.base import Store
 
-LEAST_SECONDS = 0.1  # the least time for each step, even past the deadline
 RETRY_SECONDS = 0.05  # between attempts of a rank that lost its store to reach a new one
 
 
@@ -71,7 +61,7 @@ async def bootstrap(
         room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
         if meeting.hosted is not None:
             await room.set(STORE_HOST_KEY, str(group.rank))
-        joined = await _exchange_addresses(room, joined, sockets, group.rank, options, start + limit)
+        joined = await exchange_addresses(room, joined, sockets, group.rank, options.hints, start + limit)
         channel = None if sockets is None else await _open_channel(joined, sockets, start + limit)
         unless_met.pop_all()
     ranks = range(group.size)
@@ -120,64 +110,6 @@ async def _join(
             await asyncio.sleep(RETRY_SECONDS)
         else:
             return meeting, joined
-
-
-@final
-class _Way(Message, frozen=True):
-    """The message of one rank to the others, where ranks are on several hosts."""
-
-    address: Text = ""  #: that the others reach
-    problem: Text = ""  #: why there is none
-    contact: RankAddress | None = None  #: of its control channel
-
-
-async def _exchange_addresses(
-    room: Store,
-    joined: HandshakeResult,
-    sockets: ListeningSockets | None,
-    rank: int,
-    options: CommOptions,
-    deadline: float,
-) -> HandshakeResult:
-    """Tell the ranks on other hosts the address that leads here. Nothing happens where all ranks are on one host.
-
-    Raises: BackendError, on all ranks, if one of them has no such address.
-    """
-    members = joined.members
-    if len({member.host for member in members}) == 1:
-        return joined
-    try:
-        choice = await anyio.to_thread.run_sync(
-            choose_address, options.hints, os.environ, rank, members, abandon_on_cancel=True
-        )
-        if sockets is not None:
-            sockets.open_tcp(choice.address, members[rank].host)
-        mine = _Way(choice.address, contact=sockets and sockets.contact)
-    except (BackendError, OSError) as exc:
-        mine = _Way(problem=f"{exc}"[:TEXT_CHARACTERS])
-    except asyncio.CancelledError:
-        await shielded(room.set(f"address/{rank}", dumps(_Way(problem="it gave up connecting"))))
-        raise
-    await room.set(f"address/{rank}", dumps(mine))
-    left = max(LEAST_SECONDS, deadline - time.monotonic())
-    keys = [f"address/{each}" for each in range(len(members))]
-    try:
-        said = await room.multi_get(keys, left)
-    except StoreTimeoutError:
-        missing = [each for each, key in enumerate(keys) if not await room.check([key])]
-        raise BackendError(f"ranks {missing} have met the others, and then not given their addresses") from None
-    ways: list[_Way] = [loads(_Way, text) for text in said]
-    if problem := next(
-        (f"rank {each} of {len(ways)}: {way.problem}" for each, way in enumerate(ways) if way.problem), ""
-    ):
-        with contextlib.suppress(StoreError):  # the store may end with this rank, or with one that has read all
-            await room.set(f"addresses read/{rank}", b"")
-            await room.wait([f"addresses read/{each}" for each in range(len(ways))], FAREWELL)
-        raise BackendError(problem)
-    return joined._replace(
-        members=[replace(member, address=way.address) for member, way in zip(members, ways, strict=True)],
-        contacts=[way.contact for way in ways if way.contact is not None],
-    )
 
 
 async def _open_channel(joined: HandshakeResult, sockets: ListeningSockets, deadline: float) -> ControlChannel | None:

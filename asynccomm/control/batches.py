@@ -6,6 +6,7 @@ rank that leaves, so the news of thousands of ranks are a few messages with list
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
@@ -45,7 +46,7 @@ def merge(messages: Sequence[RoutedMessage]) -> list[RoutedMessage]:
     for message in messages:
         key, ranks = _kind(message), _concerned(message)
         place = places.get(key, -1)
-        if place < 0 or any(latest.get(rank, -1) > place for rank in ranks):
+        if place < 0 or max(map(latest.get, ranks, itertools.repeat(-1))) > place:
             place = places[key] = len(groups)
             groups.append([])
         groups[place].append(message)

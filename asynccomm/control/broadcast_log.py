@@ -23,6 +23,7 @@ class BroadcastLog:
 
     def __init__(self) -> None:
         self.recent: deque[RoutedMessage] = deque(maxlen=LOGGED)  #: the last messages
+        self.added: int = 0  #: the number of all messages that ``recent`` has had
         self._numbered = 0  # messages of this rank
         self._last: dict[int, int] = {}  # by rank, the number of its last message
         self._unacked: OrderedDict[tuple[int, int], RoutedMessage] = OrderedDict()  # sent up, not returned by the root
@@ -62,6 +63,7 @@ class BroadcastLog:
         self._last.update(dict.fromkeys(sources, number))
         fresh = message if len(sources) == len(message.sources) else message.of(sources)
         self.recent.append(fresh)
+        self.added += 1
         return fresh
 
     def _new_sources(self, message: RoutedMessage, number: int) -> list[int]:

@@ -14,9 +14,10 @@ ranks connected to it have acknowledged the leave; without that, a peer could ta
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final, Protocol, final
 
@@ -41,6 +42,7 @@ from asynccomm.control.runs import compact_ranks, distinct_ranks, expand_ranks
 from asynccomm.control.transport.schema import JsonObject, MessageError, decode, shown
 from asynccomm.control.transport.topology import Topology
 
+LATER: Final = 32  # ranks that are gone, or messages to all, for which no list of missed news is made anew
 KEPT: Final = 4096  # messages that wait for a connection to the rank above
 
 
@@ -92,6 +94,9 @@ class Router:
         self._routes: dict[int, Transport] = {}  # towards each rank below
         self._behind: dict[Transport, set[int]] = {}  # ranks that had their route by each connection
         self._departures: dict[Address, list[RoutedMessage]] = {}  # messages about all ranks that are gone
+        #: the last long list of missed news, and the number of ranks that were gone and of messages in the log then
+        self._missed: tuple[int, int, list[RoutedMessage | MessageBatch]] = (0, 0, [])
+        self._untold: set[int] = set()  # ranks that are gone, which no root has sent to this node
         self._waiting: deque[RoutedMessage] = deque(maxlen=KEPT)
         self._log = BroadcastLog()
         self._leaving = False
@@ -261,12 +266,23 @@ class Router:
         self._set_route(rank, link)
         self.last_heard[rank] = time.monotonic()
         self.send(ROOT, Presence())
-        # the rank, or ranks below it, may have missed the news
-        self._send_together(link, [*self._all_gone(ALL), *self._log.recent])
+        for frame in self._missed_news():  # by the rank, or by ranks below it
+            link.send(frame)
         if self._leaving:
             link.send(self._gone_message([self.rank], "", ALL))
         if self._patient.waiting and rank == self._heir:
             self._entrust(self._patient.waiting)
+
+    def _missed_news(self) -> list[RoutedMessage | MessageBatch]:
+        """The news that a rank may have missed. All ranks connect to a new root, so they are not made anew for each."""
+        gone, added, frames = self._missed
+        recent, later = self._log.added - added, [*itertools.islice(self.gone, gone, None)]
+        if len(later) > LATER or recent > LATER:
+            frames = list(batches([*self._all_gone(ALL), *self._log.recent]))
+            self._missed = len(self.gone), self._log.added, frames
+            return frames
+        messages = [*self._log.recent][-recent:] if recent else []
+        return [*frames, *batches([*self._departures_of(later, ALL), *messages])]
 
     def _set_route(self, rank: int, link: Transport) -> None:
         self._routes[rank] = link
@@ -432,11 +448,17 @@ class Router:
 
     def _all_gone(self, to: Address) -> list[RoutedMessage]:
         if to not in self._departures:
-            reasons: dict[str, list[int]] = {}
-            for rank in sorted(self.gone):
-                reasons.setdefault(self.gone[rank], []).append(rank)
-            self._departures[to] = [self._gone_message(ranks, how, to) for how, ranks in reasons.items()]
+            # many ranks that a root has sent are a list of their own for the next root, which is equal from all nodes
+            untold = self._untold if to == ROOT and len(self.gone) > LATER else set()
+            told = self.gone.keys() - untold
+            self._departures[to] = [*self._departures_of(told, to), *self._departures_of(untold, to)]
         return self._departures[to]
+
+    def _departures_of(self, gone: Iterable[int], to: Address) -> list[RoutedMessage]:
+        reasons: dict[str, list[int]] = {}
+        for rank in sorted(gone):
+            reasons.setdefault(self.gone[rank], []).append(rank)
+        return [self._gone_message(ranks, how, to) for how, ranks in reasons.items()]
 
     def _on_departure(self, to: Address, departure: Departure) -> None:
         ranks, how = distinct_ranks(departure.ranks), departure.reason
@@ -450,6 +472,9 @@ class Router:
             self._mark_gone(new, how)
             if to == ROOT and how:
                 self._forward_down(message)
+        if to == ALL and not self._untold.isdisjoint(ranks):
+            self._untold -= ranks
+            self._departures.pop(ROOT, None)
 
     def _forward_down(self, message: RoutedMessage | MessageBatch) -> None:
         self._patient.flush()
@@ -471,6 +496,7 @@ class Router:
         was_root, root = self.is_root, self._root
         heirs = {self._next_root(), self.topology.next_leader(self.rank, self.gone)} if self._patient.waiting else set()
         self._departures.clear()
+        self._untold.update(ranks)
         for rank in ranks:
             self.gone[rank] = how
             self._routes.pop(rank, None)

@@ -1,12 +1,16 @@
 """Lists of ranks in messages: three or more ranks at equal distances are a *run*, written ``[first, count, step]``.
 
 The survivors of a loss, the ranks that leave together and the ranks of a split comm are a few runs, however many there
-are. Without runs, each of many ranks would send and receive lists of all. A list has one compact form, so the
-compact forms of equal lists are equal; the order of the list is kept, and names of newcomers are items of their own.
+are. Without runs, each of many ranks would send and receive lists of all. Many ranks in order at other distances, such
+as those that have left at random times, are a run ``[first, count, bits]``, with a bit for each rank between the first
+and the last. A list has one compact form, so the compact forms of equal lists are equal; the order of the list is kept,
+and names of newcomers are items of their own.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Final, NamedTuple, TypeAlias, final
@@ -19,6 +23,8 @@ MAX_RANK: Final = 2**31 - 1
 MAX_LISTED: Final = 2**16  # participants in a list, after its runs are expanded
 MAX_NAME: Final = 256  # characters of a newcomer's name
 SHORTEST: Final = 3  # ranks in a run
+MAX_BITS: Final = 2**20  # from the first rank to the last
+OVERHEAD: Final = 36  # characters of bits at most, beside one for six ranks
 REMEMBERED: Final = 16  # lists; the ranks of a job send the same few again and again
 
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]
@@ -27,24 +33,43 @@ ParticipantId: TypeAlias = int | Annotated[str, Meta(min_length=1, max_length=MA
 
 @final
 class Run(Message, frozen=True, array_like=True):
-    """Ranks at equal distances. Not a tuple: msgspec crashes on a union of constrained types and a tuple of them."""
+    """Different ranks. Not a tuple: msgspec crashes on a union of constrained types and a tuple of them."""
 
     first: Rank
     count: Annotated[int, Meta(ge=SHORTEST, le=MAX_LISTED)]
-    step: Annotated[int, Meta(ge=-MAX_RANK, le=MAX_RANK)]
+    #: the distance between the ranks; or bits in base64, which begin at the first rank with the lowest bit of the
+    #: first byte
+    step: Annotated[int, Meta(ge=-MAX_RANK, le=MAX_RANK)] | Annotated[str, Meta(max_length=MAX_BITS // 6 + 4)]
 
     def __post_init__(self) -> None:
-        if not self.step or not 0 <= self.first + (self.count - 1) * self.step <= MAX_RANK:
+        if isinstance(self.step, str):
+            bits = _number(self.step)
+            if not bits & 1 or bits.bit_count() != self.count or self.first + bits.bit_length() > MAX_RANK:
+                raise ValueError(f"bits are of {self.count} ranks from {self.first} up to {MAX_RANK}, got {self.step}")
+        elif not self.step or not 0 <= self.first + (self.count - 1) * self.step <= MAX_RANK:
             raise ValueError(f"a run is of different ranks up to {MAX_RANK}, got {self}")
 
     @property
-    def ranks(self) -> range:
+    def ranks(self) -> Sequence[int]:
         """The ranks, in order."""
+        if isinstance(self.step, str):
+            bits = reversed(f"{_number(self.step):b}")
+            return [rank for rank, bit in enumerate(bits, self.first) if bit == "1"]
         return range(self.first, self.first + self.count * self.step, self.step)
+
+
+def _number(bits: str) -> int:
+    try:
+        return int.from_bytes(base64.b64decode(bits, validate=True), "little")
+    except binascii.Error as exc:
+        raise ValueError(f"bits must be in base64: {exc}") from None
 
 
 Runs: TypeAlias = tuple[ParticipantId | Run, ...]
 RankRuns: TypeAlias = tuple[Rank | Run, ...]
+
+
+_NONE: Final = (-1, -1, 0)  # the extent of an item that is not in order
 
 
 class _Reading(NamedTuple):
@@ -91,10 +116,10 @@ def _read(items: Runs) -> _Reading:
         if len(people) + len(ranks) > MAX_LISTED:
             raise ValueError(f"a list has at most {MAX_LISTED} participants")
         people += ranks
-    return _Reading(_compact(people), tuple(people), frozenset(people))
+    return _Reading(_with_bits(_with_runs(people)), tuple(people), frozenset(people))
 
 
-def _compact(people: Sequence[ParticipantId]) -> Runs:
+def _with_runs(people: Sequence[ParticipantId]) -> list[ParticipantId | Run]:
     found: list[ParticipantId | Run] = []
     start = 0
     while start < len(people):
@@ -114,4 +139,45 @@ def _compact(people: Sequence[ParticipantId]) -> Runs:
         else:
             found.append(first)
             start += 1
+    return found
+
+
+def _with_bits(items: Sequence[ParticipantId | Run]) -> Runs:
+    """The list with bits in place of ranks in order, where the text is shorter then."""
+    found: list[ParticipantId | Run] = []
+    start = 0
+    while start < len(items):
+        end, characters, last = start, 0, -1
+        while end < len(items):
+            first, following, length = _extent(items[end])
+            if first <= last:
+                break
+            end, characters, last = end + 1, characters + length, following
+        if end == start:
+            found.append(items[start])
+            start += 1
+            continue
+        first = _extent(items[start])[0]
+        if last - first < min(MAX_BITS, 6 * (characters - OVERHEAD)):
+            found.append(_bits(items[start:end], first))
+        else:
+            found += items[start:end]
+        start = end
     return tuple(found)
+
+
+def _extent(item: ParticipantId | Run) -> tuple[int, int, int]:
+    """The first and the last rank of an item in order, and the length of its text; -1: the item is not in order."""
+    if isinstance(item, Run):
+        last = item.ranks[-1]
+        return (item.first, last, len(f"[{item.first},{item.count},{item.step}],")) if last > item.first else _NONE
+    return (item, item, len(f"{item},")) if isinstance(item, int) else _NONE
+
+
+def _bits(items: Sequence[ParticipantId | Run], first: int) -> Run:
+    ranks = [rank for item in items for rank in (item.ranks if isinstance(item, Run) else (item,))]
+    data = bytearray((_extent(items[-1])[1] - first) // 8 + 1)
+    for rank in ranks:
+        assert isinstance(rank, int)
+        data[(rank - first) >> 3] |= 1 << ((rank - first) & 7)
+    return Run(first, len(ranks), base64.b64encode(data).decode())

@@ -6,7 +6,8 @@ again. A rank therefore trusts only keys that answer its own fresh nonce:
 1. Rank 0 publishes a random epoch under the comm's name.
 2. Each rank reads the epoch and posts a numbered hello with a random nonce under it.
 3. Rank 0 checks all hellos and answers each nonce, with the list of members or with the mismatch. A long list stands
-   once in the store, compressed, and the answers refer to it: rank 0 would else write it once for each rank.
+   once in the store, as a table, and the answers refer to it: rank 0 would else write it once for each rank. All ranks
+   read it, so it must be short: of a usual member it has about one byte, for the number of the process.
 
 A rank that read an old epoch gets no answer, reads the epoch again, and finds the new one. All further keys of the comm
 lie under its epoch.
@@ -25,7 +26,6 @@ import logging
 import os
 import secrets
 import time
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Final, NamedTuple, TypeAlias, cast, final
 
@@ -44,6 +44,7 @@ from asynccomm.control.transport.schema import (
     loads,
     shown,
 )
+from asynccomm.control.transport.tables import Value, pack_table, unpack_table
 from asynccomm.control.transport.topology import RankAddress, Text
 from asynccomm.core.hosts import host_name
 from asynccomm.errors import RendezvousError, StoreError, StoreTimeoutError
@@ -69,6 +70,9 @@ FIRST_READ: Final = 0.002  # seconds until the next read of hellos, if one is mi
 Rank: TypeAlias = Annotated[int, Meta(ge=0)]
 Epoch: TypeAlias = Annotated[str, Meta(pattern="^[ -.0-~]{1,64}$")]  # any printable characters but a slash
 
+# of a table of members: rank, host, process, network, address, whether there is a contact, and the contact's fields
+_COLUMNS: Final = (int, str, int, str, str, int, str, int, str, str, int)
+
 _log = logging.getLogger("asynccomm")
 
 
@@ -87,7 +91,7 @@ class Member(Message, frozen=True):
     rank: Rank
     host: Text
     pid: int
-    network: Text  #: equal for ranks that reach each other by loopback
+    network: Text  #: equal for ranks that reach each other by loopback; in a list of members a number
     address: Text = ""  #: of the interface that leads to the store; empty: other hosts could not reach it
     contact: RankAddress | None = None  #: of its control channel; None: the rank has none
 
@@ -205,9 +209,9 @@ async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeo
         problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
     if problem:
         raise await _reject(room, nonces, f"comm {name!r}: {problem}")
-    members, tokens = _with_distinct_hosts([hellos[rank].member for rank in range(size)]), Tokens.random()
+    members, tokens = _as_listed([hellos[rank].member for rank in range(size)]), Tokens.random()
     if size > MEMBERS_INLINE:
-        await room.set("members", zlib.compress(dumps(members).encode(), 1))
+        await room.set("members", pack_table([_row(member) for member in members]))
     text = dumps(_Answer(members if size <= MEMBERS_INLINE else None, tokens))
     await room.multi_set({f"answer/{nonce}": text for nonce in nonces})
     await room.check([])  # a round trip: the answers are stored; later losses of rank 0 are found by other means
@@ -223,17 +227,20 @@ def _joined(epoch: str, members: Sequence[Member], tokens: Tokens) -> HandshakeR
     )
 
 
-def _with_distinct_hosts(members: Sequence[Member]) -> list[Member]:
-    """The members, with a number after the host's name where several hosts have one name, as containers may."""
-    networks: dict[str, list[str]] = {}
-    named = []
+def _as_listed(members: Sequence[Member]) -> list[Member]:
+    """The members, with numbers for their networks, and after the host's name if several hosts have that, as may be."""
+    networks: dict[str, int] = {}
+    hosts: dict[str, list[int]] = {}  # the networks of each
+    listed = []
     for member in members:
-        alike = networks.setdefault(member.host, [])
-        if member.network not in alike:
-            alike.append(member.network)
-        number = alike.index(member.network)
-        named.append(_on_host(member, f"{member.host}#{number + 1}") if number else member)
-    return named
+        network = networks.setdefault(member.network, len(networks))
+        alike = hosts.setdefault(member.host, [])
+        if network not in alike:
+            alike.append(network)
+        number = alike.index(network)
+        named = _on_host(member, f"{member.host}#{number + 1}") if number else member
+        listed.append(replace(named, network=str(network)))
+    return listed
 
 
 def _on_host(member: Member, host: str) -> Member:
@@ -390,7 +397,7 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
             if isinstance(answer, _Answer):
                 members = answer.members
                 if members is None:
-                    members = loads(list[Member], _expanded(await room.get("members", left()), most))
+                    members = _unpacked(await room.get("members", left()), most)
                 return _joined(epoch, _checked(members, mine), answer.tokens)
         except MessageError as exc:
             raise RendezvousError(f"comm {name!r}: the answer of rank 0 cannot be read: {exc}") from None
@@ -402,24 +409,34 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
         raise RendezvousError(answer.reason)
 
 
-def _expanded(packed: bytes, most: int) -> bytes:
-    """The text that was compressed. Raises: MessageError."""
-    expanding = zlib.decompressobj()
-    try:
-        text = expanding.decompress(packed, most)
-    except zlib.error as exc:
-        raise MessageError(f"members must be compressed: {exc}") from None
-    if not expanding.eof:
-        raise MessageError(f"members must have at most {most} bytes")
-    return text
+def _row(member: Member) -> list[Value]:
+    """``member`` in a table."""
+    there = member.contact
+    contact = there or RankAddress(0, "", 0)
+    here: list[Value] = [member.rank, member.host, member.pid, member.network, member.address, int(there is not None)]
+    return [*here, contact.host, contact.pid, contact.local, contact.address, contact.port]
+
+
+def _unpacked(table: bytes, most: int) -> list[Member]:
+    """The members in a table. Raises: MessageError."""
+    listed = []
+    for row in unpack_table(table, _COLUMNS, most):
+        rank, host, pid, network, address, there, *contact = row
+        fields = {"rank": rank, **dict(zip(("host", "pid", "local", "address", "port"), contact, strict=True))}
+        member = {"rank": rank, "host": host, "pid": pid, "network": network, "address": address}
+        listed.append({**member, "contact": fields if there else None})
+    members: list[Member] = decode(list[Member], listed)
+    return members
 
 
 def _checked(members: list[Member], mine: _Hello) -> list[Member]:
     """``members``, if they can be. Raises: MessageError."""
     if [member.rank for member in members] != list(range(mine.size)):
         raise MessageError(f"members must be ranks 0 to {mine.size - 1}, got {shown(members)}")
+    if wrong := [member for member in members if not member.network.isdecimal()]:
+        raise MessageError(f"members must have numbers for networks, got {wrong[0]}")
     found = members[mine.rank]
-    renamed = found.host.startswith(f"{mine.host}#") and found == _on_host(mine.member, found.host)
-    if found != mine.member and not renamed:
+    expected = _on_host(mine.member, found.host) if found.host.startswith(f"{mine.host}#") else mine.member
+    if found != replace(expected, network=found.network):
         raise MessageError(f"members must have this rank's {mine.member}, got {found}")
     return members

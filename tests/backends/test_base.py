@@ -89,6 +89,27 @@ def test_members_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
+    ("problems", "first"),
+    [(["", "", ""], None), (["", "no memory", "2 left"], (1, "no memory")), (["2 left", "", "x"], (0, "2 left"))],
+)
+async def test_the_first_problem_reaches_all_ranks(problems: list[str], first: tuple[int, str] | None) -> None:
+    store = MemoryStore()
+    contexts = [
+        BackendContext(
+            group=CommInfo("t", rank, 3, torch.device("cpu")),
+            members=[RankInfo(each, "host", each) for each in range(3)],
+            store=store,
+            mailbox=Mailbox(asyncio.get_running_loop()),
+            timeout=5.0,
+            on_error=lambda error: None,
+        )
+        for rank in range(3)
+    ]
+    asked = [context.first_problem(problem) for context, problem in zip(contexts, problems, strict=True)]
+    assert await asyncio.gather(*asked) == [first] * 3
+
+
+@pytest.mark.parametrize(
     ("value", "expected"),
     [("cpu", torch.device("cpu")), ("cuda:1", torch.device("cuda", 1)), (torch.device("meta"), torch.device("meta"))],
 )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
 from asynccomm.control import patient
 from asynccomm.control import router as module
-from asynccomm.control.messages import ALL, ROOT, News, Reply, RoutedMessage
+from asynccomm.control.batches import batches
+from asynccomm.control.messages import ALL, ROOT, Departure, MessageBatch, News, Reply, RoutedMessage
+from asynccomm.control.runs import Run, expand_ranks
 from asynccomm.control.transport.schema import JsonObject, MessageError
+from asynccomm.control.transport.topology import RankAddress, Topology
 from tests.sampling import examples
 
 from .simulated_tree import End, Place, Tree
@@ -110,6 +116,18 @@ def check_all_reach_each_other(tree: Tree) -> None:
 
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_one_after_the_other(hosts: str, seed: int, data: st.DataObject) -> None:
+    with missed_news_made_anew(data):
+        check_one_after_the_other(hosts, seed, data)
+
+
+@contextlib.contextmanager
+def missed_news_made_anew(data: st.DataObject) -> Iterator[None]:
+    """Have the nodes make the list of missed news anew after so few changes."""
+    with mock.patch.object(module, "LATER", data.draw(st.sampled_from([0, 1, 3, module.LATER]))):
+        yield
+
+
+def check_one_after_the_other(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
     tree.settle()
     dead: set[int] = set()
@@ -153,7 +171,8 @@ def meet_fates(tree: Tree, data: st.DataObject, stay: Callable[[int], object]) -
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_all_at_once(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
-    fates = meet_fates(tree, data, lambda rank: None)
+    with missed_news_made_anew(data):
+        fates = meet_fates(tree, data, lambda rank: None)
     dead = {rank for rank, fate in enumerate(fates) if fate == "dies"}
     for place in tree.running:
         found = dict(place.gone)
@@ -204,11 +223,77 @@ def test_who_has_not_come_to_a_new_root_is_silent() -> None:
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_news_of_those_who_stay_reach_all_who_stay(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
-    fates = meet_fates(tree, data, lambda rank: tree.tell(rank, rank))
+    with missed_news_made_anew(data):
+        fates = meet_fates(tree, data, lambda rank: tree.tell(rank, rank))
     staying = {rank for rank, fate in enumerate(fates) if fate == "stays"}
     for place in tree.running:
         assert staying <= set(place.news())
         assert len(place.news()) == len(set(place.news())), "heard twice"
+
+
+def test_the_news_that_all_ranks_missed_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks connect to a new root at once."""
+    hosts = [RankAddress(rank, f"host{rank}", rank, local="x") for rank in range(200)]
+    root = module.Router(0, Topology(hosts), lambda *_: None, lambda *_: None)
+    made: list[int] = []  # the ranks in each list of departures that is made
+
+    def counted(messages: Sequence[RoutedMessage]) -> Iterator[RoutedMessage | MessageBatch]:
+        bodies = [message.body for message in messages]
+        made.append(sum(len(expand_ranks(body.ranks)) for body in bodies if isinstance(body, Departure)))
+        yield from batches(messages)
+
+    monkeypatch.setattr(module, "batches", counted)
+    for rank in range(101, 200):
+        root.declare_lost(rank, "it is lost")
+    root.send(ALL, News("comm", {"what": 0}))
+    for rank in range(1, 21):
+        link = Sink()
+        root.accept(rank, link)
+        assert ranks_gone(link) == set(range(100 - rank + 2, 200))
+        assert sum(isinstance(message.body, News) for message in link.messages) == 1
+        root.declare_lost(100 - rank + 1, "it is lost, too")
+    assert [count for count in made if count > module.LATER] == [99]
+
+
+class Sink:
+    """A connection that keeps the messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[RoutedMessage] = []
+
+    def send(self, message: object) -> None:
+        if isinstance(message, MessageBatch):
+            self.messages += message.messages
+        else:
+            assert isinstance(message, RoutedMessage)
+            self.messages.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+def ranks_gone(link: Sink) -> set[int]:
+    bodies = [message.body for message in link.messages]
+    return {rank for body in bodies if isinstance(body, Departure) for rank in expand_ranks(body.ranks)}
+
+
+def test_leaders_send_a_new_root_the_ranks_that_it_knows_as_one_equal_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root reads such a list once; the ranks that only one leader knows are a list of their own."""
+    monkeypatch.setattr(module, "LATER", 4)
+    hosts = [RankAddress(rank, f"host{rank // 2}", rank, local="x") for rank in range(40)]
+    for rank in (2, 4):
+        leader, old, new = module.Router(rank, Topology(hosts), lambda *_: None, lambda *_: None), Sink(), Sink()
+        below = Sink()
+        leader.accept(rank + 1, below)
+        leader.attach(0, old)
+        told = RoutedMessage(ALL, 0, Departure((Run(6, 15, 2),), ""))
+        leader.received(old, to_builtins(told))
+        leader.received(below, to_builtins(RoutedMessage(ALL, rank + 1, Departure((rank + 1,), ""), patient=True)))
+        leader.ended(old, "it has ended")
+        leader.attach(1, new)
+        assert ranks_gone(new) == {0, rank + 1, *range(6, 36, 2)}
+        lists = [message.body.ranks for message in new.messages if isinstance(message.body, Departure)]
+        assert {(rank + 1,), (Run(6, 15, 2),)} <= set(lists)
 
 
 def test_a_leader_that_leaves_tells_the_ranks_below_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.control.runs import (
+    MAX_BITS,
     MAX_LISTED,
     MAX_RANK,
     RankRuns,
@@ -52,6 +54,33 @@ def test_ranks_at_equal_distances_are_a_run(people: Any, runs: Runs) -> None:
     assert expand(runs) == tuple(people)
 
 
+@given(st.randoms(use_true_random=False), st.integers(0, MAX_RANK - 3000), st.integers(0, 400))
+def test_any_set_of_ranks_comes_through_json(order: Any, first: int, count: int) -> None:
+    ranks = sorted(order.sample(range(first, first + 2 * count + 1), count))
+    mixed = [*ranks, "new", *ranks[::-1], *ranks]
+    runs = loads(Runs, dumps(compact(mixed)))
+    assert expand(runs) == tuple(mixed)
+    assert compact(runs) == runs == compact(mixed), "one form"
+    assert len(dumps(compact_ranks(ranks))) <= len(dumps(ranks))
+
+
+@cases("share", [0.05, 0.2, 0.5, 0.8])
+def test_ranks_at_random_distances_take_few_bits(share: float) -> None:
+    order = random.Random(0)
+    ranks = [rank for rank in range(10_000) if order.random() < share]
+    (run,) = compact(ranks)
+    assert isinstance(run, Run)
+    assert isinstance(run.step, str)
+    assert len(dumps([run])) < 10_000 / 6 + 40
+
+
+def test_few_ranks_far_apart_are_no_bits() -> None:
+    ranks = [rank**2 for rank in range(100)]
+    assert compact(ranks) == tuple(ranks)
+    far = [0, 1, 3, 7, 12, 13, 15, 3 * MAX_BITS]
+    assert compact(far) == tuple(far)
+
+
 def test_equal_lists_are_one_object() -> None:
     """A root compares the list in the report of each of many ranks."""
     one, other = (loads(RankRuns, "[[0,5000,1],[5001,5000,1]]") for _ in range(2))
@@ -74,9 +103,17 @@ def test_equal_lists_are_one_object() -> None:
         [MAX_RANK - 1, 3, 1],
         ["new", 3, 1],
         {"first": 0, "count": 3, "step": 1},
+        [0, 3, ""],
+        [0, 3, "Dg=="],
+        [0, 3, "Aw=="],
+        [0, 2, "Aw=="],
+        [0, 3, "B"],
+        [0, 3, "\u00fc==="],
+        [MAX_RANK - 1, 3, "Bw=="],
+        [0, 3, "BwAA" * (MAX_BITS // 24 + 3)],
     ],
 )
-def test_a_run_has_three_numbers_within_limits(run: object) -> None:
+def test_a_run_has_three_parts_within_limits(run: object) -> None:
     for kind in (Runs, RankRuns):
         with pytest.raises(MessageError):
             decode(kind, [0, run])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from asynccomm.control.transport.tables import pack_table
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import RendezvousError, StoreError
 from asynccomm.rendezvous import handshake as module
@@ -99,16 +100,36 @@ async def test_a_long_list_of_ranks_is_stored_once(store: MemoryStore) -> None:
     assert [member.rank for member in results[0].members] == list(range(size))
     values = {key.partition(f"{results[0].epoch}/")[2]: value for key, value in store._values.items()}
     assert all(len(value) < 200 for key, value in values.items() if key.startswith("answer/"))
-    assert len(json.loads(zlib.decompress(values["members"]))) == size
+    assert len(values["members"]) < 500
+
+
+async def test_a_long_list_of_ranks_has_all_their_facts(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = MEMBERS_INLINE + 3
+    monkeypatch.setattr(module, "host_name", lambda: "box-07")
+    contacts = [RankAddress(rank, "box-07", 9 * rank, f"a/{rank}", f"fe80::{rank}", rank) for rank in range(size)]
+    given: list[RankAddress | None] = [None if contact.rank % 5 == 1 else contact for contact in contacts]
+    results = await asyncio.gather(*(start(store, rank, size, contact=given[rank]) for rank in range(size)))
+    check_same(results)
+    assert results[1].contacts == [contact for contact in given if contact is not None]
+    assert {(member.host, member.network) for member in results[1].members} == {("box-07", "0")}
+
+
+def table(size: int, host: str = "h", network: str = "0") -> bytes:
+    return pack_table([[rank, host, 1, network, "", 0, "", 0, "", "", 0] for rank in range(size)])
 
 
 @pytest.mark.parametrize(
     ("members", "text"),
     [
-        (b"[]", "members must be compressed"),
-        (zlib.compress(b"[]"), "members must be ranks 0 to 1"),
-        (zlib.compress(b"[]")[:-1], "members must have at most"),
-        (zlib.compress(b" " * (1 << 20)), "members must have at most"),
+        (b"[]", "a table must be compressed"),
+        (zlib.compress(b"[]"), "Expected `object`, got `array`"),
+        (pack_table([[0]]), "a table must have the columns int, str, "),
+        (table(1), "members must be ranks 0 to 1"),
+        (table(2, "h" * 2000), "the columns of a table must fit each other"),
+        (table(2, network="a"), "members must have numbers for networks"),
+        (table(2), "members must have this rank's"),
+        (zlib.compress(b"[]")[:-1], "a table must have at most"),
+        (zlib.compress(b" " * (1 << 20)), "a table must have at most"),
     ],
 )
 async def test_a_list_of_ranks_that_cannot_be_is_an_error(store: MemoryStore, members: bytes, text: str) -> None:
@@ -247,7 +268,7 @@ async def test_hosts_of_one_name_get_numbers(stores: list[Store], monkeypatch: p
     results = await outcomes(*tasks)
     check_same(results)
     assert [member.host for member in results[0].members] == ["box", "box#2", "box", "box#3", "box#2"]
-    assert [member.network for member in results[0].members] == ["a", "b", "a", "c", "b"]
+    assert [member.network for member in results[0].members] == ["0", "1", "0", "2", "1"]
     assert [contact.host for contact in results[0].contacts] == ["box", "box#2", "box", "box#3", "box#2"]
 
 

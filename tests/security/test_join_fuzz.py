@@ -219,6 +219,7 @@ async def answered(store: MemoryStore, change: Any) -> BaseException | Handshake
     one = start(store, 1)
     hello = json.loads(await store.get("world/abc/hello/1"))
     mine = {key: hello[key] for key in ("rank", "host", "pid", "network", "address", "contact")}
+    mine["network"] = "0"
     members = [{**mine, "rank": 0, "contact": None}, mine]
     right = {"kind": "_Answer", "members": members, "tokens": {"ask": "a", "answer": "b"}}
     text = change(right)

@@ -5,7 +5,8 @@ sockets. Each rank publishes these facts; ranks with equal facts are candidates,
 set of ranks that succeeded. The others count as hosts of their own.
 
 Rank 0 collects the facts and the results and publishes both as one value, so the store has a number of requests that
-is proportional to the number of ranks.
+is proportional to the number of ranks. The value is a table with the number of each rank's host: all ranks read it, and
+where hosts have equal numbers of ranks it is short.
 """
 
 from __future__ import annotations
@@ -15,31 +16,17 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from asynccomm.backends.base import BackendContext
 from asynccomm.backends.hierarchical.placement import grouped
-from asynccomm.control.runs import RankRuns, compact_ranks, expand_ranks
-from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
+from asynccomm.control.transport.schema import MessageError
+from asynccomm.control.transport.tables import pack_table, unpack_table
 from asynccomm.errors import BackendError
 
 SHARED: Final = b"ok"
-
-
-@final
-class Hosts(Message, frozen=True):
-    """The ranks of each host, in compact form: each rank reads the list."""
-
-    ranks: list[RankRuns]
-
-    def __post_init__(self) -> None:
-        numbers = sorted([rank for host in self.expanded() for rank in host])
-        if numbers != list(range(len(numbers))) or not all(self.ranks):
-            raise ValueError(f"ranks must each be on one host, got {self.ranks}")
-
-    def expanded(self) -> list[list[int]]:
-        """The ranks of each host."""
-        return [list(expand_ranks(host)) for host in self.ranks]
+TABLE_BYTES: Final = 4 << 10  # of a table of hosts at most, plus TABLE_BYTES_EACH for each rank
+TABLE_BYTES_EACH: Final = 16
 
 
 def place_of(host: str) -> str:
@@ -59,7 +46,7 @@ async def candidates(context: BackendContext) -> list[list[int]]:
     if group.rank == 0:
         places = await store.multi_get([f"place/{rank}" for rank in range(group.size)], math.inf)
         found = grouped([place.decode(errors="replace") for place in places])
-        await store.set("candidates", dumps(Hosts([compact_ranks(host) for host in found])))
+        await store.set("candidates", _packed(found))
         return found
     return _read(await store.get("candidates", math.inf), group.size)
 
@@ -82,16 +69,22 @@ async def agreed(context: BackendContext, tried: Sequence[Sequence[int]], proble
         hosts = [list(ranks) for ranks in tried if ranks[0] not in apart]
         hosts += [[rank] for ranks in tried if ranks[0] in apart for rank in ranks]
         hosts.sort()
-        await store.set("hosts", dumps(Hosts([compact_ranks(host) for host in hosts])))
+        await store.set("hosts", _packed(hosts))
     else:
         hosts = _read(await store.get("hosts", math.inf), group.size)
     return tuple([tuple(host) for host in hosts])
 
 
-def _read(text: bytes, size: int) -> list[list[int]]:
-    with contextlib.suppress(MessageError):
-        hosts: Hosts = loads(Hosts, text)
-        found = hosts.expanded()
-        if sum(map(len, found)) == size:
-            return found
-    raise BackendError(f"rank 0 has published hosts that cannot be: {text[:100]!r}")
+def _packed(hosts: Sequence[Sequence[int]]) -> bytes:
+    numbers = {rank: number for number, host in enumerate(hosts) for rank in host}
+    return pack_table([(numbers[rank],) for rank in range(len(numbers))])
+
+
+def _read(table: bytes, size: int) -> list[list[int]]:
+    try:
+        rows = unpack_table(table, (int,), TABLE_BYTES + TABLE_BYTES_EACH * size)
+        if len(rows) != size:
+            raise MessageError(f"they must be of {size} ranks, got {len(rows)}")
+    except MessageError as exc:
+        raise BackendError(f"the hosts that rank 0 has published cannot be read: {exc}") from None
+    return grouped(rows)

@@ -6,7 +6,7 @@ one position on all hosts; there are as many rails as the smallest host has rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -95,9 +95,9 @@ class HostPlacement:
         return tuple([host[self.position] for host in self.hosts])
 
 
-def grouped(keys: Sequence[str]) -> list[list[int]]:
+def grouped(keys: Sequence[Hashable]) -> list[list[int]]:
     """The indices with equal keys, in order, the groups in the order of their first indices."""
-    found: dict[str, list[int]] = {}
+    found: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         found.setdefault(key, []).append(i)
     return list(found.values())

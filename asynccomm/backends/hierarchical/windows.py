@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -29,8 +29,6 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BrokenError
 from asynccomm.ops import Call, WindowFence, WindowInfo, WindowOp, WindowWait
-
-MADE: Final = b"ok"
 
 
 @final
@@ -133,7 +131,9 @@ async def make_window(
         except BrokenError as exc:
             raise translated(exc, where.local) from exc
     try:
-        await _all_hosts_made(context, where, problem)
+        if found := await context.first_problem(problem):
+            numbers = ", ".join(map(str, where.hosts[where.host_of(found[0])]))
+            raise UnsuitableError(f"on the host of ranks {numbers}: {found[1]}")
         if made is None:
             part = LocalPart(window, where.rank)
             return GlooWindow(await between.serve(window, part), window, part)
@@ -150,14 +150,3 @@ def _within_host(where: HostPlacement, window: WindowInfo) -> WindowInfo:
     local = where.local
     group = replace(window.group, rank=where.position, size=len(local))
     return replace(window, group=group, sizes=tuple([window.sizes[rank] for rank in local]))
-
-
-async def _all_hosts_made(context: BackendContext, where: HostPlacement, problem: str) -> None:
-    """Tell the other hosts whether this one has its memory. Raises: UnsuitableError if a host has not."""
-    if where.leads:
-        await context.store.set(f"host {where.host}", problem or MADE)
-    said = await context.store.multi_get([f"host {host}" for host in range(len(where.hosts))], math.inf)
-    for ranks, result in zip(where.hosts, said, strict=True):
-        if result != MADE:
-            numbers = ", ".join(map(str, ranks))
-            raise UnsuitableError(f"on the host of ranks {numbers}: {result.decode(errors='replace')}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from functools import partial
 from typing import Final, final
@@ -57,11 +56,8 @@ async def allocate(context: BackendContext, window: WindowInfo, runtime: DeviceR
             memory = await anyio.to_thread.run_sync(partial(WindowMemory, nccl, runtime.device, window))
         except BackendError as exc:
             problem = str(exc)
-    store, group = context.store, context.group
-    await store.set(f"memory/{group.rank}", problem.encode())
-    for rank, said in enumerate(await store.multi_get([f"memory/{rank}" for rank in range(group.size)], math.inf)):
-        if said:
-            memory = None  # the error keeps this frame
-            raise UnsuitableError(f"rank {rank}: {said.decode(errors='replace')}")
+    if found := await context.first_problem(problem):
+        memory = None  # the error keeps this frame
+        raise UnsuitableError(f"rank {found[0]}: {found[1]}")
     assert memory is not None
     return memory

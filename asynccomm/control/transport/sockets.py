@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import secrets
 import socket
 import struct
 import sys
+import zlib
+from pathlib import Path
 from typing import Final, final
 
 from msgspec.structs import replace
@@ -17,6 +21,10 @@ from asynccomm.core.hosts import host_name
 MAX_NAME: Final = 40  # characters; the system's limit is about a hundred bytes
 BACKLOG: Final = 512  # connections waiting to be accepted
 
+_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_RESERVED: Final = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
+
+_numbers = itertools.count(1)  # of the local sockets of this process
 _credentials = struct.Struct("=iII")  # process, user, group
 
 
@@ -46,12 +54,32 @@ def local_socket(name: str) -> socket.socket | None:
     return sock
 
 
-def tcp_socket(address: str) -> socket.socket:
-    """A listening TCP socket at any free port of the interface that has ``address``."""
+def derived_port(job: str, rank: int) -> int:
+    """A port that follows from the job and the rank, so that a list of all ranks' ports is short; 0: there is none.
+
+    The port is one of those that the system gives to sockets without a port, unless some of them are reserved.
+    """
+    try:
+        low, high = map(int, _PORTS.read_text().split())
+        if low > high or _RESERVED.read_text().strip():
+            return 0
+    except (OSError, ValueError):
+        return 0
+    return low + (zlib.crc32(job.encode()) + rank) % (high - low + 1)
+
+
+def tcp_socket(address: str, port: int = 0) -> socket.socket:
+    """A listening TCP socket at ``port``, or else any free port, of the interface that has ``address``."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.bind((address, 0))
+        bound = False
+        if port:
+            with contextlib.suppress(OSError):  # the port is in use
+                sock.bind((address, port))
+                bound = True
+        if not bound:
+            sock.bind((address, 0))
         sock.listen(BACKLOG)
     except OSError:
         sock.close()
@@ -70,15 +98,24 @@ class ListeningSockets:
 
     def __init__(self, rank: int, name: str) -> None:
         self._socks: list[socket.socket] = []
-        local = f"asynccomm/{run_name(name)}/{rank}/{os.getpid()}/{secrets.token_hex(8)}"
-        sock = local_socket(local)
+        prefix = f"asynccomm/{run_name(name)}/{rank}/{os.getpid()}"
+        local = f"{prefix}/{next(_numbers)}"  # not random: a list of all ranks' names is short
+        try:
+            sock = local_socket(local)
+        except OSError:  # a process of another container with this network has the name
+            local = f"{prefix}/{secrets.token_hex(8)}"
+            sock = local_socket(local)
         if sock is not None:
             self._socks.append(sock)
         self.contact: RankAddress = RankAddress(rank, host_name(), os.getpid(), local if sock is not None else "")
 
-    def open_tcp(self, address: str, host: str) -> None:
-        """Listen on TCP, too, for ranks on other hosts, which call this host ``host``. Raises: OSError."""
-        sock = tcp_socket(address)
+    def open_tcp(self, address: str, host: str, port: int = 0) -> None:
+        """Listen on TCP, too, for ranks on other hosts, which call this host ``host``. Raises: OSError.
+
+        Args:
+            port: if it is free, else any port.
+        """
+        sock = tcp_socket(address, port)
         self._socks.append(sock)
         self.contact = replace(self.contact, host=host, address=address, port=sock.getsockname()[1])
 

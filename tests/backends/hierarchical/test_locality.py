@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from asynccomm import BackendError, MemoryStore
 from asynccomm.backends.base import BackendContext, RankInfo
 from asynccomm.backends.hierarchical import locality
 from asynccomm.backends.hierarchical.locality import agreed, candidates, place_of
+from asynccomm.control.transport.tables import pack_table
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
@@ -39,9 +41,10 @@ async def test_ranks_with_equal_facts_are_candidates() -> None:
 
 async def test_the_published_hosts_have_no_entry_for_each_rank() -> None:
     """Each rank reads them."""
-    all_contexts = contexts("a" * 100 + "b" * 100)
-    await asyncio.gather(*map(candidates, all_contexts))
-    assert await all_contexts[0].store.get("candidates") == b'{"ranks":[[[0,100,1]],[[100,100,1]]]}'
+    all_contexts = contexts([f"node-{rank // 4}" for rank in range(400)])
+    found = await asyncio.gather(*map(candidates, all_contexts))
+    assert found == [[list(range(first, first + 4)) for first in range(0, 400, 4)]] * 400
+    assert len(await all_contexts[0].store.get("candidates")) < 100
 
 
 async def test_the_namespace_and_the_user_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +78,9 @@ async def test_without_candidates_nothing_is_asked(monkeypatch: pytest.MonkeyPat
     assert await agreed(contexts("ab")[1], [[0], [1]], "") == ((0,), (1,))
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"ranks": [[0], [0]]}', '{"ranks": [[0, 1], []]}', '{"ranks": [[0]]}'])
-async def test_hosts_that_cannot_be_are_an_error(text: str) -> None:
+@pytest.mark.parametrize("table", [b"", b"{}", zlib.compress(b"{}"), pack_table([(0,)]), pack_table([("a",), ("b",)])])
+async def test_hosts_that_cannot_be_are_an_error(table: bytes) -> None:
     context = contexts("ab")[1]
-    await context.store.set("candidates", text)
-    with pytest.raises(BackendError, match="rank 0 has published hosts that cannot be"):
+    await context.store.set("candidates", table)
+    with pytest.raises(BackendError, match="the hosts that rank 0 has published cannot be read: "):
         await candidates(context)
