@@ -50,6 +50,16 @@ def pytest_unconfigure() -> None:
     rewriting.remove()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """The workers of xdist, which start here, are forks of a process with torch, too."""
+    config = session.config
+    if not config.pluginmanager.hasplugin("dsession") or config.getoption("--real-python") or sys.platform != "linux":
+        return (yield)
+    with warm_python.installed(workers=True):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     rewriting.rewrite_share(session.config)
