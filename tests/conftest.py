@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import rewriting, sampling, warm_python
+from tests import ordering, rewriting, sampling, warm_python
 
 rewriting.install()
 
@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    ordering.keep_order(config)
     if config.getoption("--exhaustive"):
         sampling.be_exhaustive()
         if not config.getoption("--hypothesis-profile"):
@@ -50,18 +51,30 @@ def pytest_unconfigure() -> None:
     rewriting.remove()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """The workers of xdist, which start here, are forks of a process with torch, too."""
+    config = session.config
+    if not config.pluginmanager.hasplugin("dsession") or config.getoption("--real-python") or sys.platform != "linux":
+        return (yield)
+    with warm_python.installed(workers=True):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     rewriting.rewrite_share(session.config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that are marked ``exhaustive``, without the option."""
+    """Leave out the tests that are marked ``exhaustive``, without the option; order the rest for xdist."""
     if not sampling.exhaustive():
         left_out = [item for item in items if item.get_closest_marker("exhaustive") is not None]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
+    if hasattr(config, "workerinput"):  # of xdist
+        ordering.sort(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -112,3 +112,20 @@ def test_an_end_with_finalization() -> None:
 def test_only_a_real_interpreter_obeys(options: list[str], variables: dict[str, str]) -> None:
     command = [sys.executable, *options, "-c", "import sys; print('torch' in sys.modules)"]
     assert subprocess.check_output(command, env={**os.environ, **variables}) == b"False\n"
+
+
+STARTS_TWICE = """
+import subprocess
+from tests import warm_python
+assert warm_python._server is not None, "it has imported torch already"
+show = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
+subprocess.run(show)
+with warm_python.installed():
+    subprocess.run(show)
+"""
+
+
+def test_a_worker_of_xdist_starts_interpreters_and_forks() -> None:
+    with warm_python.installed(workers=True):
+        done = python(STARTS_TWICE, cwd=warm_python.ROOT)
+    assert (done.stderr, done.stdout) == ("", "False\nTrue\n")

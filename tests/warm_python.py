@@ -5,6 +5,9 @@ interpreter, as in ``[sys.executable, "-m", "pytest"]``, as forks of a server pr
 starts nothing else. A fork gets the command's arguments, environment, directory and descriptors, and is a child of the
 process that asked, like every child of ``subprocess``. In a fork that starts Python, ``subprocess`` does the same.
 
+The workers of xdist are such forks, too, and have servers of their own, which are forks; the tests that they run may
+start new interpreters all the same.
+
 The differences from a new interpreter: modules are imported already, all forks of a server hash strings alike, and the
 process ends without finalization, unless that is asked for. Tests of imports start real interpreters, and so do
 commands with options like ``-X dev``.
@@ -62,6 +65,7 @@ IMPORTS: Final = (
     "xdist.plugin",
 )
 EXAMPLES_IMPORT: Final = ("sklearn.datasets",)
+WORKERS_IMPORT: Final = ("torch.distributed.fsdp", "torch.distributed.pipelining")  # the slowest imports of test files
 _PLAIN: Final = dict.fromkeys(("shell", "env", "cwd", "executable", "preexec_fn", "start_new_session")) | {
     "close_fds": True,
     "umask": -1,
@@ -77,7 +81,8 @@ _lock = threading.Lock()
 _real_popen, _real_spawnv_passfds = subprocess.Popen, util.spawnv_passfds
 _server: _Server | None = None
 _ends: tuple[socket.socket, socket.socket] | None = None  # of the channel to a server that has not been started
-_finalize = False
+_finalize = _workers = False
+_this = sys.modules[__name__]
 
 
 class _Order(NamedTuple):
@@ -89,27 +94,29 @@ class _Order(NamedTuple):
     descriptors: Sequence[int]  #: their numbers in the new process
     session: bool  #: a session of its own
     finalize: bool  #: at the end, as an interpreter does
+    worker: bool  #: of xdist, in the run of pytest that orders
     prepare: tuple[str, bytes, tuple[Any, ...]] | None  #: of preexec_fn: its module, code and closure
 
 
 @contextlib.contextmanager
-def installed(*, finalize: bool = False) -> Iterator[None]:
+def installed(*, finalize: bool = False, workers: bool = False) -> Iterator[None]:
     """``subprocess`` and ``multiprocessing`` start Python by forks.
 
     Args:
         finalize: the forks end as interpreters do, which costs 0.3 s of CPU time.
+        workers: the forks are workers of xdist, which run tests of ours.
     """
-    global _finalize, _ends
+    global _finalize, _workers, _ends
     if _server is None and _ends is None:  # before a test counts its descriptors
         _ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in _ends:
             atexit.register(end.close)
-    before = subprocess.Popen, util.spawnv_passfds, _finalize
-    subprocess.Popen, util.spawnv_passfds, _finalize = Popen, _spawnv_passfds, finalize  # type: ignore
+    before = subprocess.Popen, util.spawnv_passfds, _finalize, _workers
+    subprocess.Popen, util.spawnv_passfds, _finalize, _workers = Popen, _spawnv_passfds, finalize, workers  # type: ignore
     try:
         yield
     finally:
-        subprocess.Popen, util.spawnv_passfds, _finalize = before  # type: ignore
+        subprocess.Popen, util.spawnv_passfds, _finalize, _workers = before  # type: ignore
 
 
 def _spawnv_passfds(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -163,7 +170,9 @@ def _order(call: Mapping[str, Any]) -> _Order | None:
         values = tuple(cell.cell_contents for cell in function.__closure__ or ())
         prepare = function.__module__, marshal.dumps(function.__code__), values
     numbers = (0, 1, 2, *call["pass_fds"])
-    return _Order(arguments, environment, directory, numbers, bool(call["start_new_session"]), _finalize, prepare)
+    return _Order(
+        arguments, environment, directory, numbers, bool(call["start_new_session"]), _finalize, _workers, prepare
+    )
 
 
 def _start(order: _Order, descriptors: Sequence[int]) -> int:
@@ -236,9 +245,9 @@ def _serve(channel: socket.socket) -> None:
         if not data:
             os._exit(0)
         order = _Order(*pickle.loads(data))
-        if any(argument.startswith("examples/") for argument in order.arguments):
-            for name in EXAMPLES_IMPORT:
-                importlib.import_module(name)
+        of_examples = any(argument.startswith("examples/") for argument in order.arguments)
+        for name in (*(EXAMPLES_IMPORT if of_examples else ()), *(WORKERS_IMPORT if order.worker else ())):
+            importlib.import_module(name)
         threads = len(os.listdir("/proc/self/task"))
         assert threads == 1, f"a fork of a process with {threads} threads is not safe"
         answer, result = os.pipe()
@@ -285,7 +294,10 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     os.environ.update(order.environment)
     kind, *rest = order.arguments
     subprocess.Popen, util.spawnv_passfds = _real_popen, _real_spawnv_passfds  # type: ignore
-    if _starts_python(kind, rest):
+    if order.worker:
+        _server = _forked_server()
+        sys.modules["tests.warm_python"] = _this  # so that the tests find this server
+    elif _starts_python(kind, rest):
         _server = _forked_server()
         _real_once.clear()
         subprocess.Popen, util.spawnv_passfds, os.execv = Popen, _spawnv_passfds, _execv  # type: ignore

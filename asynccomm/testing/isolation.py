@@ -52,9 +52,7 @@ class ProcessState:
         os.umask(self._umask)
         sys.path[:], sys.argv[:] = self._sys_path, self._argv
         sys.stdin, sys.stdout, sys.stderr = self._streams
-        for name, module in self._modules.items():
-            if sys.modules.get(name) is not module:
-                sys.modules[name] = module
+        sys.modules.update(self._modules)
         for number, handler in self._handlers.items():
             if signal.getsignal(number) is not handler and handler is not None:  # None: a handler of a module in C
                 signal.signal(number, handler)
@@ -94,10 +92,11 @@ def _umask() -> int:
 
 
 def _set_environ(wanted: Mapping[str, str]) -> None:
-    for name in os.environ.keys() - wanted.keys():
+    now = dict(os.environ)  # each access to os.environ itself encodes a name and decodes a value
+    for name in now.keys() - wanted.keys():
         del os.environ[name]
     for name, value in wanted.items():
-        if os.environ.get(name) != value:
+        if now.get(name) != value:
             os.environ[name] = value
 
 
@@ -169,7 +168,7 @@ def is_importable_as(name: str, file: str, path: Sequence[str]) -> bool:
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.machinery.PathFinder.find_spec(name, list(path))
         if spec is not None and spec.origin is not None and spec.has_location:
-            return Path(spec.origin).resolve() == Path(file).resolve()
+            return spec.origin == file or Path(spec.origin).resolve() == Path(file).resolve()
     return True
 
 

@@ -71,6 +71,7 @@ class Worker:
         setup: Setup = channel.recv()
         files = ImportedFiles()  # before pytest imports conftest.py files
         self._modules = ProjectModules(self._set_up(setup), files)
+        self._loaded: set[Path] = set()  # files of tests
         self._debugger = RankDebugger(self._send)
         self._own_variables = {name: os.environ[name] for name in OWN_VARIABLES if name in os.environ}
         gc.collect()
@@ -142,9 +143,11 @@ class Worker:
         reason = left_behind() or self._modules.stale(path, job.surroundings.sys_path or sys.path)
         if reason is not None:
             return Stale(reason)
-        # an error of the import is for the test to report, which imports again
-        with contextlib.suppress(BaseException), self._state_of(job.surroundings, job.filters, {}):
-            self._modules.load(path)
+        if path not in self._loaded:
+            # an error of the import is for the test to report, which imports again
+            with contextlib.suppress(BaseException), self._state_of(job.surroundings, job.filters, {}):
+                self._modules.load(path)
+                self._loaded.add(path)
         return "ready"
 
     def _run(self, job: RankTask) -> Passed | Skipped | Failed:

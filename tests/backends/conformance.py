@@ -1,6 +1,7 @@
-"""What of the conformance suite is run on more ranks than three."""
+"""What of the conformance suite is run on more ranks than three, and what of it on simulated devices."""
 
 from asynccomm.testing.conformance import CHECKS
+from tests.sampling import some
 
 # Each goes through all dtypes, reductions, layouts or forms, one after the other, and takes the same way for every one
 # of them on four ranks as on three. What they have in common with the others (roots, uneven sizes, the forms) is left.
@@ -29,3 +30,6 @@ OF_EVERY_KIND = {
 assert set(CHECKS) >= OF_EVERY_KIND
 
 MANY_RANKS = [name for name in CHECKS if name not in OF_EVERY_KIND]
+
+# Their other tests compare all dtypes and reductions with another backend.
+SIMULATED = [name for name in CHECKS if name in {*MANY_RANKS, *some(sorted(OF_EVERY_KIND), 5)}]

@@ -39,6 +39,7 @@ from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Barrier, Recv
 from asynccomm.testing.local import loopback_world
 from tests.comm.sessions import alone
+from tests.sampling import amount
 from tests.waiting import until
 
 
@@ -679,7 +680,7 @@ asyncio.run(main())
 
 @pytest.mark.real_end
 def test_a_process_that_leaves_with_an_idle_comm_exits_cleanly(tmp_path: Path) -> None:
-    for attempt in range(4):  # it took several to see the end of the interpreter overtake gloo's threads
+    for attempt in range(amount(8, 2)):  # it took several to see the end of the interpreter overtake gloo's threads
         script = tmp_path / f"script{attempt}.py"
         script.write_text(IDLE_AND_OPEN.replace("STORE", repr(f"file://{tmp_path}/store{attempt}")))
         processes = [

@@ -16,9 +16,9 @@ from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.errors import BackendError, BrokenError, CollectiveTimeoutError
 from asynccomm.testing import check_backend
-from asynccomm.testing.conformance.suite import CHECKS
 from tests.sampling import some
 
+from ..conformance import SIMULATED  # noqa: TID252
 from .conftest import World
 from .simulation import SimulatedBackend, SimulatedDevice, SimulatedNccl, SimulatedStream
 
@@ -55,7 +55,7 @@ async def conform(size: int, only: list[str] | None = None) -> None:
 @pytest.mark.parametrize("size", some([3, 1], 1))
 @pytest.mark.parametrize("part", range(4))  # a slow machine needs minutes for the whole suite
 async def test_conformance(size: int, part: int) -> None:
-    await conform(size, list(CHECKS)[part::4])
+    await conform(size, SIMULATED[part::4])
 
 
 async def test_conformance_without_calls_that_older_libraries_lack(monkeypatch: pytest.MonkeyPatch) -> None:
