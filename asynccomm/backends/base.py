@@ -271,6 +271,9 @@ class DirectCalls(Protocol):
             result: of awaiting the Work.
         """
 
+    def submit_begun(self, call: Call, run: object, site: CallSite | None, started: float) -> Work[Any]:
+        """Submit a checked call that has begun as ``run``. Under the lock."""
+
     def overdue(self, work: Work[Any]) -> object:
         """Break when a thread has waited for ``work`` past its deadline."""
 

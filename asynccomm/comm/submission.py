@@ -145,9 +145,8 @@ class Submitter:
             return self.submit(calls[0]._replace(result=made.result), timeout, hints, site)
         return self.submit(made if tag is None else made.labelled(tag), timeout, hints, site)
 
-    def submit_begun(self, call: Call, run: object, result: object, site: CallSite | None, started: float) -> Work[Any]:
+    def submit_begun(self, call: Call, run: object, site: CallSite | None, started: float) -> Work[Any]:
         """Number ``call``, which the backend's fast path has begun as ``run``. Under the lock."""
-        call = call._replace(result=result)
         work = self._work(call, self.counts.limit, site, self.backend)
         work.started = started
         self._send_one(call, work, run)

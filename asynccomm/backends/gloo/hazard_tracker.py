@@ -84,6 +84,11 @@ class HazardTracker:
         """Whether an operation that is submitted now has to queue behind others. Under the comm's lock."""
         return bool(self._waiting) or self._starting
 
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is in flight or waits. Under the comm's lock."""
+        return not (self._count or self._waiting or self._starting or self._ended)
+
     def end(self) -> None:
         """Start no more operations: the broken comm fails the waiting ones. From any thread, more than once."""
         with self._lock:

@@ -36,6 +36,7 @@ from asynccomm.backends.base import (
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
+from asynccomm.backends.hierarchical.direct_calls import Begun, DirectAllReduces
 from asynccomm.backends.hierarchical.lane_calls import LaneCalls, RailCalls
 from asynccomm.backends.hierarchical.messages import PlacedMessages
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
@@ -120,7 +121,8 @@ class HierarchicalBackend(Backend):
             self._only = self._between
         name = f"asynccomm-hierarchical-{context.group.name}"
         host = replace(context.group, rank=where.position, size=len(where.local))
-        quick: dict[Lane, LaneCalls | RailCalls] = {}
+        self._quick: dict[Lane, LaneCalls | RailCalls] = {}
+        quick = self._quick
         for lane, backend in lanes.items() if self._only is None else ():
             if isinstance(backend, GlooBackend):
                 quick[lane] = RailCalls(backend, len(where.rail()))
@@ -191,6 +193,10 @@ class HierarchicalBackend(Backend):
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _start(self, submission: Submission, over: Callable[[], object]) -> None:
+        begun: Begun | None = submission.run
+        if begun is not None:
+            self._pipeline.start(submission, begun.kind.plan(submission.inputs[0]), over, begun.taken)
+            return
         way = self._plain.plan(submission) if isinstance(submission.op, AllReduce) else None
         if way is None:
             with torch.inference_mode(False):  # any thread may write the memory that a plan allocates
@@ -216,7 +222,20 @@ class HierarchicalBackend(Backend):
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
-        return None if self._only is None else self._only.fast_path(calls)
+        if self._only is not None:
+            return self._only.fast_path(calls)
+        up = self._quick.get(Lane.UP)
+        if not isinstance(up, LaneCalls):
+            return None
+        return DirectAllReduces(calls, self._plain, up, self._idle, self._broken)
+
+    def _idle(self) -> bool:
+        return self._in_flight.idle and self._pipeline.idle
+
+    def _broken(self, exc: BaseException) -> None:
+        error = BackendError(f"hierarchical failed: {type(exc).__name__}: {exc}")
+        error.__cause__ = exc
+        self._on_error(error)
 
     def before_await(self, work: Work[Any]) -> None:
         if self._only is not None:

@@ -124,20 +124,33 @@ class Pipeline:
         self._steps: dict[Work[Any], tuple[Lane, Step]] = {}  # the last step of each operation that has one
         self._blocked: set[Work[Any]] = set()  # operations that must end without the event loop
 
-    def start(self, submission: Submission, way: OpPlan, over: Callable[[], object]) -> None:
-        """Carry out ``way``, then call ``over``. One call at a time, in the order of the operations."""
+    @property
+    def idle(self) -> bool:
+        """Whether no thread is at work, and no event waits for one. Under the comm's lock."""
+        return not (self._events or self._working.locked())
+
+    def start(self, submission: Submission, way: OpPlan, over: Callable[[], object], taken: object = None) -> None:
+        """Carry out ``way``, then call ``over``. One call at a time, in the order of the operations.
+
+        Args:
+            taken: the first step, which has begun in C: as of ``LaneCalls.take``.
+        """
         work = submission.work
 
-        def end(_: AsyncCommError | None) -> None:
+        def end(_: AsyncCommError | None = None) -> None:
             self._steps.pop(work, None)
             self._blocked.discard(work)
             if way.finish is not None:
                 way.finish()
             over()
 
-        latch = Latch(len(way.plans), end)
         label = way.label or label_of(submission)
-        self._post(partial(self._enter, [_Job(plan, submission, label, latch) for plan in way.plans]))
+        if len(way.plans) == 1:
+            jobs = [_Job(way.plans[0], submission, label, end)]
+        else:
+            latch = Latch(len(way.plans), end)
+            jobs = [_Job(plan, submission, label, latch) for plan in way.plans]
+        self._post(partial(self._enter, jobs, taken))
 
     def call(self, submit: Callable[[], object]) -> None:
         """Call ``submit``, which uses the backend of a lane, in turn with the steps: these take one call at a time."""
@@ -212,10 +225,15 @@ class Pipeline:
         self._ended = True
         self._failed(error)
 
-    def _enter(self, jobs: Sequence[_Job]) -> None:
+    def _enter(self, jobs: Sequence[_Job], taken: object) -> None:
         for job in jobs:
             if not job.plan.steps:
                 self._finish(job)
+                continue
+            if taken is not None:  # no other job is on any lane
+                for step in job.plan.steps[1:]:
+                    self._queues[step.lane].append(job)
+                self._begin(job, taken)
                 continue
             for step in job.plan.steps:
                 self._queues[step.lane].append(job)
@@ -226,14 +244,18 @@ class Pipeline:
         while queue and not self._ended and queue[0].is_next_on(lane):
             self._begin(queue.popleft())
 
-    def _begin(self, job: _Job) -> None:
-        """Begin the next step of ``job``."""
+    def _begin(self, job: _Job, taken: object = None) -> None:
+        """Begin the next step of ``job``, or go on with it if it is ``taken``."""
         job.running = True
         lane, make, quick = job.plan.steps[job.at]
         outer = job.submission
         if quick is not None and (calls := self._quick.get(lane)) is not None:
             describe, over = partial(self._described, job, make), partial(self._stepped, job)
-            begun = calls.begin(outer.work.seq, *quick, describe, over)
+            if taken is None:
+                begun = calls.begin(outer.work.seq, *quick, describe, over)
+            else:
+                assert isinstance(calls, LaneCalls)
+                begun = calls.go_on(taken, outer.work.seq, *quick, describe, over)
             if begun is True:
                 self._go_on(job, None)
                 return
