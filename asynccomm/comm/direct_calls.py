@@ -52,7 +52,8 @@ class SubmitterCalls:
         self.in_flight: InFlight = submitter.in_flight
         self.lock: threading.RLock = submitter.lock
         self.call: Callable[..., Work[Any]] = submitter.call
-        self.submit_begun: Callable[..., Work[Any]] = submitter.submit_begun
+        self.number: Callable[[Op, Any, int, CallSite | None, float], Work[Any]] = submitter.number
+        self.numbered: Callable[[Work[Any]], None] = submitter.numbered
         self.overdue: Callable[[Work[Any]], None] = submitter.overdue
         self.note_deadline: Callable[[DeferredQueue, Work[Any]], None] = submitter.note_deadline
         self.fused_limit: int = backend.fused_limit
@@ -61,8 +62,7 @@ class SubmitterCalls:
         self, run: object, arguments: Sequence[Any], result: object, site: CallSite | None, started: float
     ) -> Work[Any]:
         """See ``DirectCalls.adopt``. Under the lock."""
-        call = checked_call(self.group, arguments)._replace(result=result)
-        return self._submitter.submit_begun(call, run, site, started)
+        return self._submitter.submit_begun(checked_call(self.group, arguments), run, result, site, started)
 
     def fusion_kind(self, op: Op) -> int | None:
         """See ``DirectCalls.fusion_kind``."""

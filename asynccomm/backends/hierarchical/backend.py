@@ -36,12 +36,12 @@ from asynccomm.backends.base import (
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
-from asynccomm.backends.hierarchical.direct_calls import Begun, DirectAllReduces
+from asynccomm.backends.hierarchical.direct_calls import DirectAllReduces
 from asynccomm.backends.hierarchical.lane_calls import LaneCalls, RailCalls
 from asynccomm.backends.hierarchical.messages import PlacedMessages
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
-from asynccomm.backends.hierarchical.plain_reductions import PlainAllReduces
+from asynccomm.backends.hierarchical.plain_reductions import ByLeaders, PlainAllReduces
 from asynccomm.backends.hierarchical.translation import translated
 from asynccomm.backends.hierarchical.windows import make_window
 from asynccomm.backends.shm.arena import arena
@@ -193,10 +193,6 @@ class HierarchicalBackend(Backend):
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _start(self, submission: Submission, over: Callable[[], object]) -> None:
-        begun: Begun | None = submission.run
-        if begun is not None:
-            self._pipeline.start(submission, begun.kind.plan(submission.inputs[0]), over, begun.taken)
-            return
         way = self._plain.plan(submission) if isinstance(submission.op, AllReduce) else None
         if way is None:
             with torch.inference_mode(False):  # any thread may write the memory that a plan allocates
@@ -227,10 +223,19 @@ class HierarchicalBackend(Backend):
         up = self._quick.get(Lane.UP)
         if not isinstance(up, LaneCalls):
             return None
-        return DirectAllReduces(calls, self._plain, up, self._idle, self._broken)
+        return DirectAllReduces(calls, self._plain, up, self._idle, self._go_on, self._broken)
 
     def _idle(self) -> bool:
         return self._in_flight.idle and self._pipeline.idle
+
+    def _go_on(self, submission: Submission, kind: ByLeaders, taken: Any) -> None:
+        """Carry out an all_reduce of which the first step is taken. Under the comm's lock, since ``_idle``."""
+        over = self._in_flight.enter_alone(submission)
+        way = kind.plan(submission.inputs[0])
+        if isinstance(taken, Work) and not self.placement.leads:
+            self._pipeline.finish(submission, way, over)
+        else:
+            self._pipeline.start(submission, way, over, taken)
 
     def _broken(self, exc: BaseException) -> None:
         error = BackendError(f"hierarchical failed: {type(exc).__name__}: {exc}")

@@ -30,13 +30,6 @@ _CHECK: Final = AllReduce.of
 _UNPLANNED: Final[Any] = None  # the Work of a submission that is only looked at
 
 
-class Begun(NamedTuple):
-    """The first step of an all_reduce, as ``Submission.run``."""
-
-    kind: ByLeaders
-    taken: Any  #: as of ``LaneCalls.take``
-
-
 class _Known(NamedTuple):
     """A kind of calls; ``kind`` is None if the ordinary path takes them."""
 
@@ -52,6 +45,7 @@ class DirectAllReduces:
     Args:
         up: the lane of the first step.
         idle: whether no collective is in flight, and no thread carries out a step.
+        go_on: carries out the steps of an all_reduce, of which the first is taken as ``LaneCalls.take`` tells.
         broken: called with an exception that leaves an operation half done.
     """
 
@@ -61,6 +55,7 @@ class DirectAllReduces:
         plain: PlainAllReduces,
         up: LaneCalls,
         idle: Callable[[], bool],
+        go_on: Callable[[Submission, ByLeaders, Any], object],
         broken: Callable[[BaseException], object],
     ) -> None:
         self._calls = calls
@@ -68,6 +63,7 @@ class DirectAllReduces:
         self._plain = plain
         self._up = up
         self._idle = idle
+        self._go_on = go_on
         self._broken = broken
         self._known: dict[tuple[object, int, int], _Known] = {}
 
@@ -106,7 +102,7 @@ class DirectAllReduces:
         small = kind if isinstance(kind, ByLeaders) else None
         self._known[tensor.dtype, tensor.numel(), id(reduction)] = _Known(reduction, call.op, small)  # type: ignore[arg-type]
 
-    def _begin(self, op: AllReduce, kind: ByLeaders, tensor: Tensor) -> Work[Any] | None:
+    def _begin(self, op: Any, kind: ByLeaders, tensor: Tensor) -> Work[Any] | None:
         """Begin a call; None: it is not for this path. Under the comm's lock."""
         calls = self._calls
         if self._counts.closed or not self._idle():
@@ -118,7 +114,10 @@ class DirectAllReduces:
         if taken is None:
             return None
         try:
-            return calls.submit_begun(Call(op, tensors, tensors, tensor), Begun(kind, taken), site, started)
+            work = calls.number(op, tensor, op.nbytes, site, started)
+            self._go_on(Submission(Call(op, tensors, tensors, None), work), kind, taken)
+            calls.numbered(work)
         except BaseException as exc:
             self._broken(exc)  # the other ranks of the host may be in the step already
             raise
+        return work

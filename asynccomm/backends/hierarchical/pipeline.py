@@ -135,15 +135,7 @@ class Pipeline:
         Args:
             taken: the first step, which has begun in C: as of ``LaneCalls.take``.
         """
-        work = submission.work
-
-        def end(_: AsyncCommError | None = None) -> None:
-            self._steps.pop(work, None)
-            self._blocked.discard(work)
-            if way.finish is not None:
-                way.finish()
-            over()
-
+        end = partial(self._end, submission.work, way, over)
         label = way.label or label_of(submission)
         if len(way.plans) == 1:
             jobs = [_Job(way.plans[0], submission, label, end)]
@@ -151,6 +143,30 @@ class Pipeline:
             latch = Latch(len(way.plans), end)
             jobs = [_Job(plan, submission, label, latch) for plan in way.plans]
         self._post(partial(self._enter, jobs, taken))
+
+    def finish(self, submission: Submission, way: OpPlan, over: Callable[[], object]) -> None:
+        """Carry out the last step of ``way``, as ``start`` does; the other steps are over.
+
+        Under the comm's lock, since ``idle``, and while no step is under way: then nobody else begins one.
+        """
+        plan = way.plans[0]
+        job = _Job(plan, submission, way.label, partial(self._end, submission.work, way, over))
+        job.at = len(plan.steps) - 1
+        lane, make, quick = plan.steps[job.at]
+        calls = self._quick.get(lane)
+        begun: QuickStep | bool = False
+        if quick is not None and calls is not None:
+            describe, done = partial(self._described, job, make), partial(self._finished, job)
+            begun = calls.begin(submission.work.seq, *quick, describe, done)
+        if begun is True:
+            self._finished(job)
+        elif begun:
+            self._waits_for(submission.work, lane, begun)
+            if begun.done():  # before it was noted, perhaps
+                self._steps.pop(submission.work, None)
+        else:
+            self._queues[lane].append(job)
+            self._post(partial(self._advance, lane))
 
     def call(self, submit: Callable[[], object]) -> None:
         """Call ``submit``, which uses the backend of a lane, in turn with the steps: these take one call at a time."""
@@ -180,6 +196,18 @@ class Pipeline:
                 self._backends[lane].before_block(step)  # type: ignore[arg-type]  # as in _waits_for
         if work.done():
             self._blocked.discard(work)
+
+    def _end(self, work: Work[Any], way: OpPlan, over: Callable[[], object], _: AsyncCommError | None = None) -> None:
+        self._steps.pop(work, None)
+        self._blocked.discard(work)
+        if way.finish is not None:
+            way.finish()
+        over()
+
+    def _finished(self, job: _Job) -> None:
+        """Handle the end of the only step of an operation that is left. On any thread."""
+        if not self._ended:
+            self._take(job.over)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
