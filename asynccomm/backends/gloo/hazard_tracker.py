@@ -90,7 +90,7 @@ class HazardTracker:
         return not (self._count or self._waiting or self._starting or self._ended)
 
     def enter_alone(self, submission: Submission) -> Callable[[], object]:
-        """Count an operation as in flight that has been started, while none was; returns what to call when it is over.
+        """Count a started operation as in flight, while no other is; the caller calls the result at its end.
 
         Under the comm's lock, since ``idle``.
         """

@@ -30,7 +30,7 @@ _CHECK: Final = AllReduce.of
 _UNPLANNED: Final[Any] = None  # the Work of a submission that is only looked at
 
 
-class _Known(NamedTuple):
+class _CallKind(NamedTuple):
     """A kind of calls; ``kind`` is None if the ordinary path takes them."""
 
     reduction: ReduceOp
@@ -65,7 +65,7 @@ class DirectAllReduces:
         self._idle = idle
         self._go_on = go_on
         self._broken = broken
-        self._known: dict[tuple[object, int, int], _Known] = {}
+        self._known: dict[tuple[object, int, int], _CallKind] = {}
 
     def submit(self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Any], /, *arguments: Any) -> Work[Any]:
         """See ``FastCalls.submit``."""
@@ -100,7 +100,7 @@ class DirectAllReduces:
         if len(self._known) >= REMEMBERED:
             self._known.clear()
         small = kind if isinstance(kind, ByLeaders) else None
-        self._known[tensor.dtype, tensor.numel(), id(reduction)] = _Known(reduction, call.op, small)  # type: ignore[arg-type]
+        self._known[tensor.dtype, tensor.numel(), id(reduction)] = _CallKind(reduction, call.op, small)  # type: ignore[arg-type]
 
     def _begin(self, op: Any, kind: ByLeaders, tensor: Tensor) -> Work[Any] | None:
         """Begin a call; None: it is not for this path. Under the comm's lock."""

@@ -100,7 +100,7 @@ class LaneCalls:
         return False if taken is None else self.go_on(taken, number, check, tensors, describe, over)
 
     def take(self, number: int, check: Check, tensors: Sequence[Tensor]) -> Any:
-        """Begin a step in C. Returns what ``go_on`` needs, which has to be called next; None as False of ``begin``."""
+        """Begin a step in C. The result is for ``go_on``, which the caller calls next; None stands for False of ``begin``."""
         self._counts.collectives = number
         return self._path.submit(None, None, None, check, *tensors)
 

@@ -147,7 +147,7 @@ class Pipeline:
     def finish(self, submission: Submission, way: OpPlan, over: Callable[[], object]) -> None:
         """Carry out the last step of ``way``, as ``start`` does; the other steps are over.
 
-        Under the comm's lock, since ``idle``, and while no step is under way: then nobody else begins one.
+        Under the comm's lock, since ``idle``, and with no step under way: no other thread then begins a step.
         """
         plan = way.plans[0]
         job = _Job(plan, submission, way.label, partial(self._end, submission.work, way, over))
