@@ -100,7 +100,10 @@ class LaneCalls:
         return False if taken is None else self.go_on(taken, number, check, tensors, describe, over)
 
     def take(self, number: int, check: Check, tensors: Sequence[Tensor]) -> Any:
-        """Begin a step in C. The result is for ``go_on``, which the caller calls next; None stands for False of ``begin``."""
+        """Begin a step in C.
+
+        The result is for ``go_on``, which the caller calls next; None: the fast path does not take the step.
+        """
         self._counts.collectives = number
         return self._path.submit(None, None, None, check, *tensors)
 
