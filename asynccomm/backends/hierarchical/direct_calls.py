@@ -77,7 +77,7 @@ class DirectAllReduces:
                 known = self._known.get((tensor.dtype, tensor.numel(), id(reduction)))
                 if known is None:
                     self._learn(tensor, reduction)
-                elif known.kind is not None and not tensor.is_inference() and calls.lock.acquire(blocking=False):
+                elif known.kind is not None and not tensor.is_inference() and calls.lock.acquire(False):
                     try:
                         work = self._begin(known.op, known.kind, tensor)
                     finally:
