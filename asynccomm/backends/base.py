@@ -287,6 +287,15 @@ class DirectCalls(Protocol):
             result: of awaiting the Work.
         """
 
+    def number(self, op: Op, result: Any, nbytes: int, site: CallSite | None, started: float) -> Work[Any]:
+        """The Work of a collective that the backend has begun, and that it settles itself. Under the lock.
+
+        Only for a call as the comm would number it at once: not closed, without detours and scopes.
+        """
+
+    def numbered(self, work: Work[Any]) -> object:
+        """Have the comm watch a Work of ``number``, once the backend has taken it. Under the lock."""
+
     def overdue(self, work: Work[Any]) -> object:
         """Break when a thread has waited for ``work`` past its deadline."""
 

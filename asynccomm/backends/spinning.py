@@ -23,6 +23,11 @@ class SpinPolicy:
         self._skipped = 0
         return True
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the next wait will not spin."""
+        return self._skipped < self._to_skip
+
     def record(self, found: bool) -> None:
         """Note whether a spin has found its operation done."""
         self._to_skip = 0 if found else min(2 * self._to_skip + 1, MOST_SKIPPED)

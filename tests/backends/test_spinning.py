@@ -28,3 +28,12 @@ def test_a_successful_spin_ends_the_back_off() -> None:
     policy.record(True)
     assert policy.should_spin()
     assert policy.should_spin()
+
+
+def test_the_next_decision_is_known_before() -> None:
+    policy = SpinPolicy()
+    for _ in range(20):
+        sleeps = policy.sleeps
+        assert policy.should_spin() is not sleeps
+        if not sleeps:
+            policy.record(False)

@@ -10,7 +10,8 @@ the middle of the loop's work, and would have to wake the loop afterwards.
 
 The thread of the endpoint makes messages move while the loop is blocked. After a pause from an arrival on, it looks
 whether the loop, or another reader, has used the sockets since. If not, it serves them itself, from then on at once,
-until the loop comes back. It also serves them while a long message is under way, which would hold up the loop's tasks.
+until the loop comes back. It also serves them while a long message is under way, which would hold up the loop's tasks;
+the first part of such a message ends the pause.
 
 ``_inner`` has all sockets. The thread waits for ``_outer``, and the loop for ``_front``, which both contain ``_inner``;
 ``_front`` does not while others than the loop serve.
@@ -112,11 +113,13 @@ class Endpoint:
         self._inner = select.epoll()
         self._outer = select.epoll()
         self._front = select.epoll()
+        self._pause = select.epoll()
         self._listens = False  # whether ``_front`` contains ``_inner``
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inner.register(self._sock.fileno(), select.EPOLLIN)
         self._outer.register(self._inner.fileno(), select.EPOLLIN)
         self._outer.register(self._wake, select.EPOLLIN)
+        self._pause.register(self._wake, select.EPOLLIN)
 
     def start(
         self,
@@ -210,6 +213,8 @@ class Endpoint:
     def _note_bulk(self, link: MessageLink) -> None:
         """Have the thread serve the sockets while there is much data under way."""
         if link.bulk:
+            if not self._bulk and not self._ended:
+                os.eventfd_write(self._wake, 1)
             self._bulk.add(link)
         elif link in self._bulk:
             self._bulk.remove(link)
@@ -384,10 +389,12 @@ class Endpoint:
         pause = SHORTEST_PAUSE
         while True:
             arrived = bool(self._outer.poll(self._timeout()))
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
             turns, late = self._turns, False
             waits = arrived and not (self._ended or self._late or self._bulk or self._mailbox is None)
             if waits:
-                time.sleep(pause)
+                self._pause.poll(pause)
                 if self._turns != turns:  # the loop runs
                     pause = min(2 * pause, LONGEST_PAUSE)
                     if not (self._strangers or self._accept_at or self._ended):
@@ -464,6 +471,7 @@ class Endpoint:
             if self._wake >= 0 and (self._thread is None or not self._thread.is_alive()):
                 self._inner.close()
                 self._outer.close()
+                self._pause.close()
                 if self._mailbox is None or self._mailbox.loop.is_closed():
                     self._front.close()  # else the loop is told of it: ``detach`` closes it
                 os.close(self._wake)

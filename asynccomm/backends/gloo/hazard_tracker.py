@@ -84,6 +84,23 @@ class HazardTracker:
         """Whether an operation that is submitted now has to queue behind others. Under the comm's lock."""
         return bool(self._waiting) or self._starting
 
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is in flight or waits. Under the comm's lock."""
+        return not (self._count or self._waiting or self._starting or self._ended)
+
+    def enter_alone(self, submission: Submission) -> Callable[[], object]:
+        """Count a started operation as in flight, while no other is; the caller calls the result at its end.
+
+        Under the comm's lock, since ``idle``.
+        """
+        flight = _TrackedOp(submission)
+        with self._lock:
+            self._alone = flight
+            self._count += 1
+            self._unsettled += 1
+        return partial(self._over, flight)
+
     def end(self) -> None:
         """Start no more operations: the broken comm fails the waiting ones. From any thread, more than once."""
         with self._lock:

@@ -17,10 +17,10 @@ from typing import Any, Final, TypeAlias, final
 
 from torch import Tensor
 
-from asynccomm.backends.gloo.messages import HEADER_BYTES, Header
+from asynccomm.backends.gloo.messages import HEADER_BYTES, SHORT, Header
 
-CHUNK: Final = 512 << 10  # bytes of one system call: another thread waits meanwhile
-ROOM: Final = 64 << 10  # bytes of the buffer for headers and short data
+CHUNK: Final = 1 << 20  # bytes of one system call: another thread waits meanwhile, and shorter parts take longer
+ROOM: Final = SHORT + (4 << 10)  # bytes of the buffer for headers and short data: a whole message, and more headers
 BULK: Final = 1 << 20  # bytes left of one buffer: more take so long that they would hold up an event loop
 VECTORS: Final = 64  # buffers of one system call
 
@@ -32,7 +32,7 @@ def copied(tensor: Tensor, nbytes: int) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), nbytes)
 
 
-def fill(tensor: Tensor, data: bytes | Buffer) -> None:
+def fill(tensor: Tensor, data: bytes | bytearray | Buffer) -> None:
     """Copy ``data``, in memory that may be written to if it is no bytes, into a plain tensor of as many bytes."""
     source = data if isinstance(data, bytes) else (ctypes.c_char * len(data)).from_buffer(data)
     ctypes.memmove(tensor.data_ptr(), source, len(data))

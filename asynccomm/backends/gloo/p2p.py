@@ -70,7 +70,7 @@ class _Incoming:
     def __init__(self, link: MessageLink, header: Header) -> None:
         self.link = link
         self.header = header
-        self.data: bytes | None = None  # None: a long message, or data that is still arriving
+        self.data: bytes | bytearray | None = None  # None: a long message, or data that is still arriving
         self.receive: Submission | None = None  # matched while the data is still arriving
 
 
@@ -287,7 +287,7 @@ class PointToPoint:
         link.receive([memoryview(memory)], lambda: self._guarded(lambda: then(memory)))
 
     def _stored(self, incoming: _Incoming, data: bytes | bytearray) -> None:
-        incoming.data = bytes(data)
+        incoming.data = data
         if incoming.receive is not None:
             self._take(incoming.link.peer, incoming, incoming.receive)
 
@@ -321,7 +321,7 @@ class PointToPoint:
             taken = 0
         self._unreported[link] = taken
 
-    def _deliver(self, source: int, header: Header, data: bytes, receive: Submission) -> None:
+    def _deliver(self, source: int, header: Header, data: bytes | bytearray, receive: Submission) -> None:
         """Hand over the data of a short message."""
         receive.work.source = source
         if header.kind == Kind.TENSOR:
@@ -333,7 +333,7 @@ class PointToPoint:
         else:
             delivery = Delivery(receive)
             start = header.first
-            tensors = delivery.accept(source, data[:start], {source: len(data) - start})
+            tensors = delivery.accept(source, bytes(data[:start]), {source: len(data) - start})
             if tensors is not None:
                 unpack(_tensor(data[start:]), tensors)
             conclude(delivery, receive)
@@ -465,7 +465,7 @@ def _take(receive: Submission) -> bool:
     return receive.claim is None or receive.claim.take(receive)
 
 
-def _tensor(data: bytes) -> Tensor:
+def _tensor(data: bytes | bytearray) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else room(0)
 
 

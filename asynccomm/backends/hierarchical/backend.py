@@ -36,11 +36,12 @@ from asynccomm.backends.base import (
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
+from asynccomm.backends.hierarchical.direct_calls import DirectAllReduces
 from asynccomm.backends.hierarchical.lane_calls import LaneCalls, RailCalls
 from asynccomm.backends.hierarchical.messages import PlacedMessages
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
-from asynccomm.backends.hierarchical.plain_reductions import PlainAllReduces
+from asynccomm.backends.hierarchical.plain_reductions import ByLeaders, PlainAllReduces
 from asynccomm.backends.hierarchical.translation import translated
 from asynccomm.backends.hierarchical.windows import make_window
 from asynccomm.backends.shm.arena import arena
@@ -120,7 +121,8 @@ class HierarchicalBackend(Backend):
             self._only = self._between
         name = f"asynccomm-hierarchical-{context.group.name}"
         host = replace(context.group, rank=where.position, size=len(where.local))
-        quick: dict[Lane, LaneCalls | RailCalls] = {}
+        self._quick: dict[Lane, LaneCalls | RailCalls] = {}
+        quick = self._quick
         for lane, backend in lanes.items() if self._only is None else ():
             if isinstance(backend, GlooBackend):
                 quick[lane] = RailCalls(backend, len(where.rail()))
@@ -216,7 +218,29 @@ class HierarchicalBackend(Backend):
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
-        return None if self._only is None else self._only.fast_path(calls)
+        if self._only is not None:
+            return self._only.fast_path(calls)
+        up = self._quick.get(Lane.UP)
+        if not isinstance(up, LaneCalls):
+            return None
+        return DirectAllReduces(calls, self._plain, up, self._idle, self._go_on, self._broken)
+
+    def _idle(self) -> bool:
+        return self._in_flight.idle and self._pipeline.idle
+
+    def _go_on(self, submission: Submission, kind: ByLeaders, taken: Any) -> None:
+        """Carry out an all_reduce of which the first step is taken. Under the comm's lock, since ``_idle``."""
+        over = self._in_flight.enter_alone(submission)
+        way = kind.plan(submission.inputs[0])
+        if isinstance(taken, Work) and not self.placement.leads:
+            self._pipeline.finish(submission, way, over)
+        else:
+            self._pipeline.start(submission, way, over, taken)
+
+    def _broken(self, exc: BaseException) -> None:
+        error = BackendError(f"hierarchical failed: {type(exc).__name__}: {exc}")
+        error.__cause__ = exc
+        self._on_error(error)
 
     def before_await(self, work: Work[Any]) -> None:
         if self._only is not None:

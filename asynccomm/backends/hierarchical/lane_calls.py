@@ -95,12 +95,29 @@ class LaneCalls:
         Args:
             number: of the operation, for errors.
         """
+        taken = self.take(number, check, tensors)
+        return False if taken is None else self.go_on(taken, number, check, tensors, describe, over)
+
+    def take(self, number: int, check: Check, tensors: Sequence[Tensor]) -> Any:
+        """Begin a step in C.
+
+        The result is for ``go_on``, which the caller calls next; None: the fast path does not take the step.
+        """
         self._counts.collectives = number
-        taken: Any = self._path.submit(None, None, None, check, *tensors)
+        return self._path.submit(None, None, None, check, *tensors)
+
+    def go_on(
+        self,
+        taken: Any,
+        number: int,
+        check: Check,
+        tensors: Sequence[Tensor],
+        describe: Describe,
+        over: Callable[[], object],
+    ) -> QuickStep | bool:
+        """Go on with a step that ``take`` has begun; as ``begin``."""
         if isinstance(taken, Work):
             return True
-        if taken is None:
-            return False
         op = self._ops.get(check)
         if op is None:
             if len(self._ops) >= REMEMBERED:

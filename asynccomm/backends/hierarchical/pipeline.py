@@ -124,20 +124,49 @@ class Pipeline:
         self._steps: dict[Work[Any], tuple[Lane, Step]] = {}  # the last step of each operation that has one
         self._blocked: set[Work[Any]] = set()  # operations that must end without the event loop
 
-    def start(self, submission: Submission, way: OpPlan, over: Callable[[], object]) -> None:
-        """Carry out ``way``, then call ``over``. One call at a time, in the order of the operations."""
-        work = submission.work
+    @property
+    def idle(self) -> bool:
+        """Whether no thread is at work, and no event waits for one. Under the comm's lock."""
+        return not (self._events or self._working.locked())
 
-        def end(_: AsyncCommError | None) -> None:
-            self._steps.pop(work, None)
-            self._blocked.discard(work)
-            if way.finish is not None:
-                way.finish()
-            over()
+    def start(self, submission: Submission, way: OpPlan, over: Callable[[], object], taken: object = None) -> None:
+        """Carry out ``way``, then call ``over``. One call at a time, in the order of the operations.
 
-        latch = Latch(len(way.plans), end)
+        Args:
+            taken: the first step, which has begun in C: as of ``LaneCalls.take``.
+        """
+        end = partial(self._end, submission.work, way, over)
         label = way.label or label_of(submission)
-        self._post(partial(self._enter, [_Job(plan, submission, label, latch) for plan in way.plans]))
+        if len(way.plans) == 1:
+            jobs = [_Job(way.plans[0], submission, label, end)]
+        else:
+            latch = Latch(len(way.plans), end)
+            jobs = [_Job(plan, submission, label, latch) for plan in way.plans]
+        self._post(partial(self._enter, jobs, taken))
+
+    def finish(self, submission: Submission, way: OpPlan, over: Callable[[], object]) -> None:
+        """Carry out the last step of ``way``, as ``start`` does; the other steps are over.
+
+        Under the comm's lock, since ``idle``, and with no step under way: no other thread then begins a step.
+        """
+        plan = way.plans[0]
+        job = _Job(plan, submission, way.label, partial(self._end, submission.work, way, over))
+        job.at = len(plan.steps) - 1
+        lane, make, quick = plan.steps[job.at]
+        calls = self._quick.get(lane)
+        begun: QuickStep | bool = False
+        if quick is not None and calls is not None:
+            describe, done = partial(self._described, job, make), partial(self._finished, job)
+            begun = calls.begin(submission.work.seq, *quick, describe, done)
+        if begun is True:
+            self._finished(job)
+        elif begun:
+            self._waits_for(submission.work, lane, begun)
+            if begun.done():  # before it was noted, perhaps
+                self._steps.pop(submission.work, None)
+        else:
+            self._queues[lane].append(job)
+            self._post(partial(self._advance, lane))
 
     def call(self, submit: Callable[[], object]) -> None:
         """Call ``submit``, which uses the backend of a lane, in turn with the steps: these take one call at a time."""
@@ -167,6 +196,18 @@ class Pipeline:
                 self._backends[lane].before_block(step)  # type: ignore[arg-type]  # as in _waits_for
         if work.done():
             self._blocked.discard(work)
+
+    def _end(self, work: Work[Any], way: OpPlan, over: Callable[[], object], _: AsyncCommError | None = None) -> None:
+        self._steps.pop(work, None)
+        self._blocked.discard(work)
+        if way.finish is not None:
+            way.finish()
+        over()
+
+    def _finished(self, job: _Job) -> None:
+        """Handle the end of the only step of an operation that is left. On any thread."""
+        if not self._ended:
+            self._take(job.over)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -212,10 +253,15 @@ class Pipeline:
         self._ended = True
         self._failed(error)
 
-    def _enter(self, jobs: Sequence[_Job]) -> None:
+    def _enter(self, jobs: Sequence[_Job], taken: object) -> None:
         for job in jobs:
             if not job.plan.steps:
                 self._finish(job)
+                continue
+            if taken is not None:  # no other job is on any lane
+                for step in job.plan.steps[1:]:
+                    self._queues[step.lane].append(job)
+                self._begin(job, taken)
                 continue
             for step in job.plan.steps:
                 self._queues[step.lane].append(job)
@@ -226,14 +272,18 @@ class Pipeline:
         while queue and not self._ended and queue[0].is_next_on(lane):
             self._begin(queue.popleft())
 
-    def _begin(self, job: _Job) -> None:
-        """Begin the next step of ``job``."""
+    def _begin(self, job: _Job, taken: object = None) -> None:
+        """Begin the next step of ``job``, or go on with it if it is ``taken``."""
         job.running = True
         lane, make, quick = job.plan.steps[job.at]
         outer = job.submission
         if quick is not None and (calls := self._quick.get(lane)) is not None:
             describe, over = partial(self._described, job, make), partial(self._stepped, job)
-            begun = calls.begin(outer.work.seq, *quick, describe, over)
+            if taken is None:
+                begun = calls.begin(outer.work.seq, *quick, describe, over)
+            else:
+                assert isinstance(calls, LaneCalls)
+                begun = calls.go_on(taken, outer.work.seq, *quick, describe, over)
             if begun is True:
                 self._go_on(job, None)
                 return

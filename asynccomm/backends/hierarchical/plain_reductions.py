@@ -36,10 +36,15 @@ class PlainAllReduces:
 
     def __init__(self, where: HostPlacement) -> None:
         self._where = where
-        self._kinds: dict[AllReduce, _ByLeaders | _OnRails | None] = {}
+        self._kinds: dict[AllReduce, ByLeaders | _OnRails | None] = {}
 
     def plan(self, submission: Submission) -> OpPlan | None:
         """The plan of an ``AllReduce`` as of ``reductions.all_reduce``; None if it is not such a call."""
+        kind = self.kind_of(submission)
+        return None if kind is None else kind.plan(submission.inputs[0])
+
+    def kind_of(self, submission: Submission) -> ByLeaders | _OnRails | None:
+        """The steps of calls like an ``AllReduce``; None if it is not such a call."""
         op: Any = submission.op
         inputs = submission.inputs
         if (
@@ -64,16 +69,13 @@ class PlainAllReduces:
             if len(self._kinds) >= REMEMBERED:
                 self._kinds.clear()
             kind = self._kinds[op] = self._kind(submission, op)
-        if kind is None:
-            return None
-        remember(kind.label, op)
-        return kind.plan(tensor)
+        return kind
 
-    def _kind(self, submission: Submission, op: AllReduce) -> _ByLeaders | _OnRails | None:
+    def _kind(self, submission: Submission, op: AllReduce) -> ByLeaders | _OnRails | None:
         if not _moves_as_it_is(op):
             return None
         if op.nbytes <= reductions.SMALL:
-            return _ByLeaders(self._where, op, label_of(submission))
+            return ByLeaders(self._where, op, label_of(submission))
         return None if self._where.alone else _OnRails(self._where, op, label_of(submission))
 
 
@@ -89,11 +91,16 @@ def _leg(lane: Lane, check: Check, *tensors: Tensor) -> Leg:
 
 
 @final
-class _ByLeaders:
-    """The steps of small all_reduces of one kind."""
+class ByLeaders:
+    """The steps of small all_reduces of one kind.
+
+    Attributes:
+        up: makes the call of the first step, for a rank that is not alone on its host.
+    """
 
     def __init__(self, where: HostPlacement, op: AllReduce, label: str) -> None:
         self.label = label
+        self._op = op
         self._where = where
         self._reduction: ReduceOp = op.reduction
         reduction = reductions.WITHOUT_FACTOR.get(op.reduction.type, op.reduction)
@@ -103,15 +110,17 @@ class _ByLeaders:
         down = Broadcast(op.dtype, op.numel, 0, label=label)
         leads = where.leads
         # one object for each kind of step, by which its lane knows the kind
-        self._up: Check = lambda _, *tensors: Call(up, tensors, tensors if leads else (), None)
+        self.up: Check = lambda _, *tensors: Call(up, tensors, tensors if leads else (), None)
         self._across: Check = lambda _, *tensors: Call(across, tensors, tensors, None)
         self._down: Check = lambda _, *tensors: Call(down, tensors * leads, tensors * (not leads), None)
 
     def plan(self, tensor: Tensor) -> OpPlan:
+        """The plan of a call with ``tensor``."""
+        remember(self.label, self._op)
         where = self._where
         steps = []
         if not where.alone:
-            steps.append(_leg(Lane.UP, self._up, tensor))
+            steps.append(_leg(Lane.UP, self.up, tensor))
         if where.leads:
             steps.append(_leg(Lane.ACROSS, self._across, tensor))
         divides = self._divides and where.leads
@@ -131,6 +140,7 @@ class _OnRails:
 
     def __init__(self, where: HostPlacement, op: AllReduce, label: str) -> None:
         self.label = label
+        self._op = op
         self._reduction: ReduceOp = op.reduction
         self._size = where.size
         reduction = reductions.WITHOUT_FACTOR.get(op.reduction.type, op.reduction)
@@ -158,6 +168,8 @@ class _OnRails:
         self._down: Check = together
 
     def plan(self, tensor: Tensor) -> OpPlan:
+        """The plan of a call with ``tensor``."""
+        remember(self.label, self._op)
         whole = arithmetic.flat(tensor)
         mine = whole[self._mine]
         steps = [_leg(Lane.UP, self._up, whole)]

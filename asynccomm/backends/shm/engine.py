@@ -136,8 +136,10 @@ class Engine:
         if large:
             self._to_worker()
         elif asyncio._get_running_loop() is self._loop:
-            self._drive(arm=False)
-            if not self._arming and (self._queue or self._messages.pending):
+            # a call that C has begun has seen that peers are late: this rank sleeps next, unless it spins
+            late = batch[-1].run is not None and self._spin_policy.sleeps
+            self._drive(arm=late)
+            if not (late or self._arming) and (self._queue or self._messages.pending):
                 self._arming = True
                 self._loop.call_soon(self._arm)
         else:

@@ -188,18 +188,6 @@ def test_closing_frees_all_descriptors_and_the_thread() -> None:
     assert "test-messages-0" not in [thread.name for thread in threading.enumerate()]
 
 
-class PausedThread:
-    """``time`` in which the thread's pauses last until the end of a test."""
-
-    perf_counter, monotonic = time.perf_counter, time.monotonic
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-
-    def sleep(self, seconds: float) -> None:
-        self.over.wait(20)
-
-
 # -- with an event loop -----------------------------------------------------------------------------------------------
 
 
@@ -216,14 +204,18 @@ async def on_loop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Rank]]:
         rank.endpoint.join(5)
 
 
-async def test_the_loop_reads_what_arrives(on_loop: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = PausedThread()
-    monkeypatch.setattr(endpoint_module, "time", clock)
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pauses of the endpoints' threads last until the endpoint closes, unless something ends them."""
+    monkeypatch.setattr(endpoint_module, "SHORTEST_PAUSE", 20.0)
+    monkeypatch.setattr(endpoint_module, "LONGEST_PAUSE", 20.0)
+
+
+async def test_the_loop_reads_what_arrives(long_pauses: None, on_loop: list[Rank]) -> None:
     sender, receiver = on_loop
     for number in range(20):
         sender.send(1, number)
     await until(lambda: len(receiver.headers) == 20)
-    clock.over.set()
     assert receiver.headers == [(0, number) for number in range(20)]
     assert set(receiver.readers) == {threading.get_ident()}
 
@@ -242,7 +234,7 @@ async def test_the_thread_reads_while_the_loop_is_blocked_and_no_longer(on_loop:
     await until(lambda: len(receiver.headers) == 22)
 
 
-async def test_the_thread_reads_while_much_data_is_under_way(on_loop: list[Rank]) -> None:
+async def test_the_thread_reads_while_much_data_is_under_way(long_pauses: None, on_loop: list[Rank]) -> None:
     sender, receiver = on_loop
     room = bytearray(3 * BULK)
     landed = threading.Event()

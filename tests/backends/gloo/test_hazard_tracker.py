@@ -62,18 +62,26 @@ class Gloo:
         parcels: Sequence[Tensor] = (),
     ) -> list[str]:
         """What happens in the call."""
-
-        class Settled:
-            settle = staticmethod(lambda error: self.events.append(f"settle {name}"))
-
-        work: Any = Settled()
-        self._names[id(work)] = name
+        work = self._work(name)
         outputs = tuple(writes)
         inputs = outputs if not reads else tuple(reads)
         self.events.clear()
         given = (Parcel(b"", tuple(parcels)),) if parcels else ()
         self.line.submit(Submission(Call(op, inputs, outputs, None, parcels=given), work))
         return list(self.events)
+
+    def enter_alone(self, name: str, memory: Tensor) -> None:
+        """Count an operation that something else has started."""
+        call = Call(SOMETHING, (memory,), (memory,), None)
+        self.flying[name] = self.line.enter_alone(Submission(call, self._work(name)))
+
+    def _work(self, name: str) -> Any:
+        class Settled:
+            settle = staticmethod(lambda error: self.events.append(f"settle {name}"))
+
+        work = Settled()
+        self._names[id(work)] = name
+        return work
 
     def over(self, name: str) -> list[str]:
         self.events.clear()
@@ -84,6 +92,21 @@ class Gloo:
 @pytest.fixture
 def gloo() -> Gloo:
     return Gloo()
+
+
+def test_what_was_started_elsewhere_is_waited_for(gloo: Gloo) -> None:
+    memory = torch.zeros(10)
+    assert gloo.line.idle
+    gloo.enter_alone("a", memory)
+    assert not gloo.line.idle
+    assert gloo.submit("b", writes=[memory[5:]]) == []
+    assert gloo.submit("c") == []
+    assert gloo.over("a") == ["settle a", "start b", "start c"]
+    gloo.over("b")
+    gloo.over("c")
+    assert gloo.line.idle
+    gloo.line.end()
+    assert not gloo.line.idle
 
 
 def test_what_shares_nothing_is_started_in_the_call(gloo: Gloo) -> None:

@@ -40,6 +40,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, kind: type[LaneCalls | RailCalls]) ->
 @pytest.mark.ranks(4)
 async def test_steps_of_repeated_calls_need_no_submission(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(reductions, "SMALL", limit)
+    monkeypatch.setattr(HierarchicalBackend, "fast_path", lambda self, calls: None)
     inside, between = noted(monkeypatch, LaneCalls), noted(monkeypatch, RailCalls)
     async with comm_on(monkeypatch, "aabb") as comm:
         if Lane.UP not in quick_lanes(comm):

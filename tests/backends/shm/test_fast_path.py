@@ -473,6 +473,27 @@ async def test_a_late_rank_is_waited_for_outside_of_the_call(comm: Comm) -> None
 
 
 @pytest.mark.ranks(2)
+async def test_a_rank_that_will_not_spin_asks_for_a_ring_in_the_call(comm: Comm) -> None:
+    at_once = []
+    async with counted() as (own, _):
+        for _ in range(10):
+            values = torch.ones(3)
+            if own.rank == 0:
+                engine: Any = own.unsafe_get_backend()._engine  # type: ignore[attr-defined]
+                engine._spin_policy._to_skip, engine._spin_policy._skipped = 1, 0
+                work = own.all_reduce(values)
+                assert not work.done()
+                at_once.append(not engine._arming)
+                await comm.barrier()
+            else:
+                await comm.barrier()
+                work = own.all_reduce(values)
+            assert (await work).tolist() == [2.0] * 3
+    # not at the first call of the kind, and not while another thread drives
+    assert comm.rank == 1 or any(at_once)
+
+
+@pytest.mark.ranks(2)
 async def test_a_deadline_holds_for_a_call_that_goes_on(comm: Comm) -> None:
     if comm.rank == 0:
         async with new_comm("shm", name="late", timeout=30) as late:
