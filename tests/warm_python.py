@@ -71,6 +71,7 @@ _PLAIN: Final = dict.fromkeys(("shell", "env", "cwd", "executable", "preexec_fn"
     "umask": -1,
 }
 OPTIONS: Final = {"-B": "PYTHONDONTWRITEBYTECODE", "-P": "PYTHONSAFEPATH", "-u": "PYTHONUNBUFFERED"}
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # of a server, also while it imports
 # variables that only a new process reads
 AT_START: Final = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONDEVMODE", "PYTHONHASHSEED", "PYTHONWARNINGS")
 # The first rank of a pool is a real interpreter, so that not all ranks hash strings alike: the order of sets differs.
@@ -217,7 +218,7 @@ def _new_server() -> _Server:
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, **ONE_THREAD},
         )
     process.returncode = 0  # stop() waits for it
     server = _Server(ours, process.pid)
@@ -232,6 +233,7 @@ def _forked_server() -> _Server:
         ours.detach()
         null = os.open(os.devnull, os.O_RDWR)
         _place({0: null, 1: null, 2: null, 3: theirs.detach()})
+        os.environ.update(ONE_THREAD)
         _serve(socket.socket(fileno=3))
     theirs.close()
     return _Server(ours, pid)

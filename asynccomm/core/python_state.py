@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import deque as CallLog  # of ``observe.watchers.Called``; in C it makes them when they are read
 from collections.abc import Generator
-from threading import RLock
-from typing import Any, TypeAlias
+from threading import RLock as ReentrantLock
+from typing import Any
+
+__all__ = ["CallCounts", "CallLog", "ReentrantLock", "Streak", "WorkState"]
 
 STREAK_AWAITS = 64  # finished outcomes awaited in a row before one await yields to the loop
 STREAK_SECONDS = 1e-3  # the same limit as a time, for large collectives that finish inside the call
-
-ReentrantLock: TypeAlias = RLock
-CallLog: TypeAlias = deque  # of ``observe.watchers.Called``; in C it makes them when they are read
 
 
 class Streak:

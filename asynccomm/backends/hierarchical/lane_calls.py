@@ -173,7 +173,7 @@ class _StandIn:
         self.mailbox = mailbox
         self.counts = CallCounts()
         self.counts.limit = math.inf
-        self.recent = CallLog[Any]((), 0)
+        self.recent: CallLog[Any] = CallLog((), 0)
         self.notes = deque[Any](maxlen=0)
         self.records_sites = False
         self.queues: dict[object, Any] = {}
