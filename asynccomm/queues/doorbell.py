@@ -44,16 +44,22 @@ class Doorbell:
         return self._sock.fileno()
 
     def _receive(self) -> None:
-        try:
-            data = self._sock.recv(1)
-        except (BlockingIOError, ConnectionResetError):  # the other side has left before it read all: its BYE follows
-            return
-        except OSError:
-            data = b""
-        self._bye = self._bye or data == BYE
-        if data:
+        """Read all that has come: libuv watches a socket no more once it had an error, such as a reset."""
+        came = ended = False
+        while not ended:
+            try:
+                data = self._sock.recv(1)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:  # the other side has left before it read all: its BYE follows
+                continue
+            except OSError:
+                data = b""
+            came, ended = came or bool(data), not data
+            self._bye = self._bye or BYE in data
+        if came:
             self.on_wake()
-        else:
+        if ended and not self._closed:
             self.close()
             self.on_end(self._bye)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections.abc import Callable
+
+import pytest
+import uvloop
 
 from asynccomm.queues.doorbell import Doorbell
 from tests.waiting import until
@@ -26,14 +31,32 @@ async def test_a_ring_wakes_the_other_side() -> None:
     assert other.fileno == -1
 
 
-async def test_a_leave_before_the_last_ring_is_read_is_no_loss() -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_leave_before_the_last_ring_is_read_is_no_loss(run: Callable[..., object]) -> None:
     """The kernel then tells of a reset ahead of the last bytes."""
-    events: list[object] = []
-    one, other = pair(events)
-    other.ring()
-    one.leave()
-    await until(lambda: len(events) == 2)
-    assert events == ["wake", True]
+
+    async def main() -> None:
+        events: list[object] = []
+        one, other = pair(events)
+        other.ring()
+        one.leave()
+        await until(lambda: len(events) == 2)
+        assert events == ["wake", True]
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_an_end_before_the_last_ring_is_read_is_a_loss(run: Callable[..., object]) -> None:
+    async def main() -> None:
+        events: list[object] = []
+        one, other = pair(events)
+        other.ring()
+        one.close()
+        await until(lambda: events == [False])
+        other.close()
+
+    run(main())
 
 
 async def test_an_end_without_a_leave_is_a_loss() -> None:
