@@ -287,13 +287,13 @@ class DirectCalls(Protocol):
             result: of awaiting the Work.
         """
 
-    def number(self, op: Op, result: Any, nbytes: int, site: CallSite | None, started: float) -> Work[Any]:
+    def number(self, call: Call, nbytes: int, site: CallSite | None, started: float) -> Work[Any]:
         """The Work of a collective that the backend has begun, and that it settles itself. Under the lock.
 
         Only for a call as the comm would number it at once: not closed, without detours and scopes.
         """
 
-    def numbered(self, work: Work[Any]) -> object:
+    def numbered(self, call: Call, work: Work[Any]) -> object:
         """Have the comm watch a Work of ``number``, once the backend has taken it. Under the lock."""
 
     def overdue(self, work: Work[Any]) -> object:

@@ -51,8 +51,8 @@ class SubmitterCalls:
         self.in_flight: InFlight = submitter.in_flight
         self.lock: ReentrantLock = submitter.lock
         self.call: Callable[..., Work[Any]] = submitter.call
-        self.number: Callable[[Op, Any, int, CallSite | None, float], Work[Any]] = submitter.number
-        self.numbered: Callable[[Work[Any]], None] = submitter.numbered
+        self.number: Callable[[Call, int, CallSite | None, float], Work[Any]] = submitter.number
+        self.numbered: Callable[[Call, Work[Any]], None] = submitter.numbered
         self.overdue: Callable[[Work[Any]], None] = submitter.overdue
         self.note_deadline: Callable[[DeferredQueue, Work[Any]], None] = submitter.note_deadline
         self.fused_limit: int = backend.fused_limit

@@ -152,39 +152,26 @@ class Submitter:
         self.watchers.called(call, work)
         return work
 
-    def number(self, op: Op, result: Any, nbytes: int, site: CallSite | None, started: float) -> Work[Any]:
+    def number(self, call: Call, nbytes: int, site: CallSite | None, started: float) -> Work[Any]:
         """The Work of a collective that the backend's fast path has begun, and now goes on with. Under the lock.
 
         ``numbered`` is called next. There is no scope, no agreed ordering, and no watcher that detours.
         """
-        counts, in_flight = self.counts, self.in_flight
-        work: Work[Any] = Work(
-            op,
-            counts.collectives,
-            self.mailbox,
-            value=result,
-            timeout=counts.limit,
-            on_settled=in_flight.settled,
-            on_overdue=self.overdue,
-            driver=self.backend,
-        )
-        work.site = site
+        counts = self.counts
+        work = self._work(call, counts.limit, site, self.backend)
         work.started = started
+        work.seq = counts.collectives
         counts.collectives += 1
         counts.submitted += 1
         counts.nbytes += nbytes
-        self.recent.append((op, site, work.seq, started, None))
-        in_flight.works[work] = nbytes
+        self.recent.append((work.op, site, work.seq, started, None))
+        self.in_flight.works[work] = nbytes
         return work
 
-    def numbered(self, work: Work[Any]) -> None:
+    def numbered(self, call: Call, work: Work[Any]) -> None:
         """Watch a Work of ``number``, which the backend has taken. Under the lock."""
-        if self._error is not None:
-            self.check_late(work)
-        if work in self.in_flight.works:
-            self.in_flight.deadlines.add(work)
-        if self.watchers.all:
-            self.watchers.called(Call(work.op, (), (), None), work)
+        self._watch(work)
+        self.watchers.called(call, work)
 
     def note_deadline(self, queue: DeferredQueue, work: Work[Any]) -> None:
         """Have the comm look at the deadline of ``work``, which ``queue`` holds."""
@@ -267,10 +254,14 @@ class Submitter:
         counts.nbytes += submission.nbytes
         if self._compare is not None:
             self._compare(work, 1)
+        self._watch(work)
+
+    def _watch(self, work: Work[Any]) -> None:
+        """Heed the end of the comm, and a deadline, of an operation that the backend has taken. Under the lock."""
         if self._error is not None:
             self.check_late(work)
-        if work in in_flight.works:  # not settled in submit(), as most small operations are
-            in_flight.deadlines.add(work)
+        if work in self.in_flight.works:  # not settled in submit(), as most small operations are
+            self.in_flight.deadlines.add(work)
 
     def _defer(self, call: Call, limit: float, site: CallSite | None, queue: DeferredQueue) -> Work[Any]:
         """Hold ``call`` until the scope sends its operations."""

@@ -19,10 +19,11 @@ static int take(ReentrantLock *lock, int wait)
     return 1;
 }
 
-static PyObject *Lock_acquire(PyObject *self, PyObject *args)
+static PyObject *Lock_acquire(PyObject *self, PyObject *args, PyObject *keywords)
 {
+    static char *names[] = {"blocking", NULL};
     int blocking = 1;
-    if (!PyArg_ParseTuple(args, "|p", &blocking)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|p", names, &blocking)) return NULL;
     int taken = take((ReentrantLock *)self, blocking);
     return taken < 0 ? NULL : PyBool_FromLong(taken);
 }
@@ -69,7 +70,7 @@ static void Lock_dealloc(PyObject *self)
 }
 
 static PyMethodDef lock_methods[] = {
-    {"acquire", Lock_acquire, METH_VARARGS, "Take the lock; False if that would wait, and `blocking` is false."},
+    {"acquire", (PyCFunction)(void (*)(void))Lock_acquire, METH_VARARGS | METH_KEYWORDS, "Take the lock; False if that would wait, and `blocking` is false."},
     {"release", Lock_release, METH_NOARGS, "Release the lock as often as it was taken."},
     {"__enter__", Lock_enter, METH_NOARGS, "Take the lock."},
     {"__exit__", Lock_exit, METH_VARARGS, "Release the lock."},

@@ -89,10 +89,8 @@ static int open_ring(Ring *r, PyObject *memory, unsigned long long ring, int dro
 
 static void dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     PyBuffer_Release(&((Writer *)self)->ring.memory); /* a ring is the first member of both types */
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    core_free(self);
 }
 
 static void *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
@@ -107,7 +105,8 @@ static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     if (!PyArg_ParseTuple(args, "OKKp", &memory, &address, &ring, &drops)) return NULL;
     Writer *w = new_object(type);
     for (int slot = 0; w && slot < SLOTS; slot++) w->bells[slot] = -1;
-    if (w && (open_ring(&w->ring, memory, ring, drops) || !(w->lock = (ReentrantLock *)PyObject_CallNoArgs((PyObject *)Lock_Type)))) Py_CLEAR(w);
+    if (w && !open_ring(&w->ring, memory, ring, drops)) w->lock = (ReentrantLock *)PyObject_CallNoArgs((PyObject *)Lock_Type);
+    if (w && !w->lock) Py_CLEAR(w);
     return (PyObject *)w;
 }
 
@@ -293,7 +292,7 @@ static PyMethodDef writer_methods[] = {
 };
 static PyMemberDef writer_members[] = {{"head", T_ULONGLONG, offsetof(Writer, head), READONLY, NULL},
     {"number", T_ULONGLONG, offsetof(Writer, number), 0, NULL}, {"held", T_INT, offsetof(Writer, held), 0, NULL},
-    {"lock", T_OBJECT, offsetof(Writer, lock), READONLY, NULL},     {NULL, 0, 0, 0, NULL}};
+    {"lock", T_OBJECT, offsetof(Writer, lock), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
 
 static void Writer_dealloc(PyObject *self)
 {
@@ -518,11 +517,9 @@ static int Next_clear(PyObject *self)
 
 static void Next_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     Next_clear(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    core_free(self);
 }
 
 /* The next item, if it was read ahead and needs no more checks; NULL, perhaps with an exception */
@@ -554,10 +551,8 @@ static PyObject *Next_call(PyObject *self, PyObject *Py_UNUSED(args), PyObject *
 
 static void NextItem_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     Py_XDECREF(((NextItem *)self)->next);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    core_free(self);
 }
 
 static PyObject *NextItem_await(PyObject *self)

@@ -44,24 +44,25 @@ class Doorbell:
         return self._sock.fileno()
 
     def _receive(self) -> None:
-        """Read all that has come: libuv watches a socket no more once it had an error, such as a reset."""
-        came = ended = False
-        while not ended:
+        reset = False
+        while not self._closed:
             try:
                 data = self._sock.recv(1)
             except BlockingIOError:
-                break
+                return
             except ConnectionResetError:  # the other side has left before it read all: its BYE follows
+                reset = True
                 continue
             except OSError:
                 data = b""
-            came, ended = came or bool(data), not data
-            self._bye = self._bye or BYE in data
-        if came:
-            self.on_wake()
-        if ended and not self._closed:
-            self.close()
-            self.on_end(self._bye)
+            self._bye = self._bye or data == BYE
+            if not data:
+                self.close()
+                self.on_end(self._bye)
+            else:
+                self.on_wake()
+                if not reset:  # libuv watches a socket no more once it had an error: the rest is read now
+                    return
 
     def ring(self) -> None:
         """Wake the other side. From any thread."""

@@ -195,7 +195,7 @@ def test_the_owner_of_a_lock_takes_it_again(state: Any) -> None:
 
     with lock:
         assert lock.acquire()
-        assert lock.acquire(False)
+        assert lock.acquire(blocking=False)
         lock.release()
         assert not is_free()
         lock.release()

@@ -114,9 +114,10 @@ class DirectAllReduces:
         if taken is None:
             return None
         try:
-            work = calls.number(op, tensor, op.nbytes, site, started)
-            self._go_on(Submission(Call(op, tensors, tensors, None), work), kind, taken)
-            calls.numbered(work)
+            call = Call(op, tensors, tensors, tensor)
+            work = calls.number(call, op.nbytes, site, started)
+            self._go_on(Submission(call, work), kind, taken)
+            calls.numbered(call, work)
         except BaseException as exc:
             self._broken(exc)  # the other ranks of the host may be in the step already
             raise

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from asynccomm import AsyncCommError, ReduceOp, Work
 from asynccomm.backends.hierarchical.direct_calls import DirectAllReduces
@@ -131,9 +132,11 @@ async def test_a_direct_call_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> 
 class Watched(Watcher):
     def __init__(self) -> None:
         self.works: list[Work[Any]] = []
+        self.inputs: list[Tensor] = []
 
     def called(self, call: Call, work: Work[Any]) -> None:
         self.works.append(work)
+        self.inputs += call.inputs
 
 
 @pytest.mark.ranks(4)
@@ -141,12 +144,13 @@ async def test_watchers_are_told_of_direct_calls(monkeypatch: pytest.MonkeyPatch
     watched = Watched()
     async with comm_on(monkeypatch, "aabb") as comm:
         comm._submitter.watch(watched)
-        works = []
+        works, results = [], []
         for _ in range(REPEATED):
             works.append(comm.all_reduce(torch.zeros(2)))
-            await works[-1]
+            results.append(await works[-1])
         comm._submitter.unwatch(watched)
     assert watched.works == works
+    assert all(given is result for given, result in zip(watched.inputs, results, strict=True))
 
 
 @pytest.mark.ranks(4)
