@@ -44,7 +44,7 @@ class Run(Message, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         if isinstance(self.step, str):
             bits = _number(self.step)
-            if not bits & 1 or bits.bit_count() != self.count or self.first + bits.bit_length() > MAX_RANK:
+            if not bits & 1 or bits.bit_count() != self.count or self.first + bits.bit_length() - 1 > MAX_RANK:
                 raise ValueError(f"bits are of {self.count} ranks from {self.first} up to {MAX_RANK}, got {self.step}")
         elif not self.step or not 0 <= self.first + (self.count - 1) * self.step <= MAX_RANK:
             raise ValueError(f"a run is of different ranks up to {MAX_RANK}, got {self}")
@@ -53,8 +53,11 @@ class Run(Message, frozen=True, array_like=True):
     def ranks(self) -> Sequence[int]:
         """The ranks, in order."""
         if isinstance(self.step, str):
-            bits = reversed(f"{_number(self.step):b}")
-            return [rank for rank, bit in enumerate(bits, self.first) if bit == "1"]
+            bits, at, ranks = f"{_number(self.step):b}"[::-1], 0, []
+            while at >= 0:  # not bit by bit: there may be few ranks in many bits
+                ranks.append(self.first + at)
+                at = bits.find("1", at + 1)
+            return ranks
         return range(self.first, self.first + self.count * self.step, self.step)
 
 

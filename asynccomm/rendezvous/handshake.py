@@ -397,7 +397,7 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
             if isinstance(answer, _Answer):
                 members = answer.members
                 if members is None:
-                    members = _unpacked(await room.get("members", left()), most)
+                    members = _unpacked(await room.get("members", left()), mine.size, most)
                 return _joined(epoch, _checked(members, mine), answer.tokens)
         except MessageError as exc:
             raise RendezvousError(f"comm {name!r}: the answer of rank 0 cannot be read: {exc}") from None
@@ -417,10 +417,10 @@ def _row(member: Member) -> list[Value]:
     return [*here, contact.host, contact.pid, contact.local, contact.address, contact.port]
 
 
-def _unpacked(table: bytes, most: int) -> list[Member]:
+def _unpacked(table: bytes, size: int, most: int) -> list[Member]:
     """The members in a table. Raises: MessageError."""
     listed = []
-    for row in unpack_table(table, _COLUMNS, most):
+    for row in unpack_table(table, _COLUMNS, size, most):
         rank, host, pid, network, address, there, *contact = row
         fields = {"rank": rank, **dict(zip(("host", "pid", "local", "address", "port"), contact, strict=True))}
         member = {"rank": rank, "host": host, "pid": pid, "network": network, "address": address}

@@ -74,6 +74,15 @@ def test_ranks_at_random_distances_take_few_bits(share: float) -> None:
     assert len(dumps([run])) < 10_000 / 6 + 40
 
 
+def test_bits_up_to_the_last_rank() -> None:
+    ranks = [MAX_RANK - distance for distance in sorted(random.Random(0).sample(range(1, 2000), 900), reverse=True)]
+    ranks.append(MAX_RANK)
+    (run,) = compact(ranks)
+    assert isinstance(run, Run)
+    assert isinstance(run.step, str)
+    assert list(expand(loads(Runs, dumps([run])))) == ranks
+
+
 def test_few_ranks_far_apart_are_no_bits() -> None:
     ranks = [rank**2 for rank in range(100)]
     assert compact(ranks) == tuple(ranks)

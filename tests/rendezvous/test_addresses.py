@@ -142,7 +142,7 @@ async def test_a_cancelled_rank_fails_the_others() -> None:
         ("address/1", b"nonsense", "rank 0 of 2: an address of a rank cannot be read: no JSON"),
         ("address/1", b'{"port": 70000}', "rank 0 of 2: an address of a rank cannot be read: "),
         ("addresses", b"nonsense", "the addresses that rank 0 has published cannot be read: a table must be"),
-        ("addresses", pack_table([("", 0, "", 0)]), "cannot be read: they must be of 2 ranks, got 1"),
+        ("addresses", pack_table([("", 0, "", 0)]), "cannot be read: .*must be of 2 ranks, got 1"),
         ("addresses", pack_table([("", 70000, "", 0)] * 2), "cannot be read: Expected `int` <= 65535"),
     ],
 )

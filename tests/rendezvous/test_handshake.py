@@ -114,8 +114,8 @@ async def test_a_long_list_of_ranks_has_all_their_facts(store: MemoryStore, monk
     assert {(member.host, member.network) for member in results[1].members} == {("box-07", "0")}
 
 
-def table(size: int, host: str = "h", network: str = "0") -> bytes:
-    return pack_table([[rank, host, 1, network, "", 0, "", 0, "", "", 0] for rank in range(size)])
+def table(size: int, host: str = "h", network: str = "0", first: int = 0) -> bytes:
+    return pack_table([[first + rank, host, 1, network, "", 0, "", 0, "", "", 0] for rank in range(size)])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,8 @@ def table(size: int, host: str = "h", network: str = "0") -> bytes:
         (b"[]", "a table must be compressed"),
         (zlib.compress(b"[]"), "Expected `object`, got `array`"),
         (pack_table([[0]]), "a table must have the columns int, str, "),
-        (table(1), "members must be ranks 0 to 1"),
+        (table(1), "the columns of a table must fit each other: they must be of 2 ranks, got 1"),
+        (table(2, first=1), "members must be ranks 0 to 1"),
         (table(2, "h" * 2000), "the columns of a table must fit each other"),
         (table(2, network="a"), "members must have numbers for networks"),
         (table(2), "members must have this rank's"),

@@ -82,9 +82,7 @@ def _packed(hosts: Sequence[Sequence[int]]) -> bytes:
 
 def _read(table: bytes, size: int) -> list[list[int]]:
     try:
-        rows = unpack_table(table, (int,), TABLE_BYTES + TABLE_BYTES_EACH * size)
-        if len(rows) != size:
-            raise MessageError(f"they must be of {size} ranks, got {len(rows)}")
+        rows = unpack_table(table, (int,), size, TABLE_BYTES + TABLE_BYTES_EACH * size)
     except MessageError as exc:
         raise BackendError(f"the hosts that rank 0 has published cannot be read: {exc}") from None
     return grouped(rows)

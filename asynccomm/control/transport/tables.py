@@ -88,8 +88,8 @@ def _packed(column: Sequence[Value], lists: _Lists) -> int | _Texts:
     return _Texts([list(form) for form in places], lists.place(form_of), by_form)
 
 
-def unpack_table(data: bytes, kinds: Sequence[type[Value]], most: int) -> list[tuple[Value, ...]]:
-    """The rows of a table with columns of these ``kinds``. Raises: MessageError.
+def unpack_table(data: bytes, kinds: Sequence[type[Value]], size: int, most: int) -> list[tuple[Value, ...]]:
+    """The rows of a table of ``size`` ranks with columns of these ``kinds``. Raises: MessageError.
 
     Args:
         most: bytes that the table has at most, before compression.
@@ -100,6 +100,10 @@ def unpack_table(data: bytes, kinds: Sequence[type[Value]], most: int) -> list[t
         raise MessageError(f"a table must have the columns {wanted}, got {shown(table.columns)}")
     lists = [list(itertools.accumulate(differences)) for differences in table.lists]
     try:
+        for each in table.columns:  # first: texts may take more memory than the table
+            rows = len(lists[each if isinstance(each, int) else each.form_of])
+            if rows != size:
+                raise ValueError(f"they must be of {size} ranks, got {rows}")
         columns = [lists[each] if isinstance(each, int) else _texts(each, lists) for each in table.columns]
         return list(zip(*columns, strict=True))
     except (IndexError, StopIteration, ValueError) as exc:
@@ -114,7 +118,7 @@ class _Form(NamedTuple):
 def _texts(column: _Texts, lists: Sequence[Sequence[int]]) -> list[str]:
     forms = []
     for pieces, places in zip(column.forms, column.numbers, strict=True):
-        if len(pieces) != len(places) + 1 or sum(map(len, pieces)) > TEXT_CHARACTERS:
+        if len(pieces) != len(places) + 1 or len(places) + sum(map(len, pieces)) > TEXT_CHARACTERS:
             raise ValueError(f"a form with {len(pieces)} pieces and {len(places)} numbers")
         pattern = "%d".join(piece.replace("%", "%%") for piece in pieces)
         rows = zip(*[lists[at] for at in places], strict=True) if places else itertools.repeat(())

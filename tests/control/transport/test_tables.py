@@ -19,7 +19,7 @@ MOST = 1 << 20
 
 @given(st.lists(st.tuples(st.integers(-(2**62), 2**62), st.text(), st.text("a01\x00%", max_size=6)), min_size=1))
 def test_any_table_comes_back(rows: list[tuple[int, str, str]]) -> None:
-    assert unpack_table(pack_table(rows), (int, str, str), MOST) == rows
+    assert unpack_table(pack_table(rows), (int, str, str), len(rows), MOST) == rows
 
 
 def test_facts_that_grow_in_steps_take_hardly_any_bytes() -> None:
@@ -30,7 +30,7 @@ def test_facts_that_grow_in_steps_take_hardly_any_bytes() -> None:
 
     assert len(pack_table(rows(1000))) < 300
     assert len(pack_table(rows(10_000))) < 600
-    assert unpack_table(pack_table(rows(10_000)), (int, str, str, int), MOST) == rows(10_000)
+    assert unpack_table(pack_table(rows(10_000)), (int, str, str, int), 10_000, MOST) == rows(10_000)
 
 
 def test_equal_lists_stand_there_once() -> None:
@@ -47,7 +47,7 @@ GOOD = {"lists": [[1, 2], [0, 0]], "columns": [0, {"forms": [["a", "b"]], "form_
 
 
 def test_a_good_table() -> None:
-    assert unpack_table(packed(GOOD), (int, str), MOST) == [(1, "a1b"), (3, "a3b")]
+    assert unpack_table(packed(GOOD), (int, str), 2, MOST) == [(1, "a1b"), (3, "a3b")]
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,21 @@ def test_a_good_table() -> None:
         ({"columns": [0, {"forms": [["a"]], "form_of": 1, "numbers": [[0]]}]}, "1 pieces and 1 numbers"),
         ({"columns": [0, {"forms": [["a"], ["b"]], "form_of": 1, "numbers": [[]]}]}, "must fit each other"),
         ({"columns": [0, {"forms": [["a" * 2000]], "form_of": 1, "numbers": [[]]}]}, "must fit each other"),
+        ({"columns": [0, {"forms": [[""] * 2000], "form_of": 1, "numbers": [[0] * 1999]}]}, "must fit each other"),
+        ({"lists": [[1, 2, 3], [0, 0, 0]]}, "must be of 2 ranks, got 3"),
         ({"more": 1}, "unknown field"),
     ],
 )
 def test_a_table_that_cannot_be(change: dict[str, Any], text: str) -> None:
     with pytest.raises(MessageError, match=text) as caught:
-        unpack_table(packed({**GOOD, **change}), (int, str), MOST)
+        unpack_table(packed({**GOOD, **change}), (int, str), 2, MOST)
     assert len(str(caught.value)) < 600
 
 
 @given(st.binary(max_size=200))
 def test_noise(data: bytes) -> None:
     with pytest.raises(MessageError):
-        unpack_table(data, (int,), MOST)
+        unpack_table(data, (int,), 1, MOST)
 
 
 def test_a_table_that_is_too_long() -> None:
