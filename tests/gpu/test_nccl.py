@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,34 +11,16 @@ import torch
 from torch import Tensor
 
 import asynccomm
-from asynccomm import AbortedError, Comm, ReduceOp, Work, new_comm
+from asynccomm import AbortedError, Comm, ReduceOp, Work
 from asynccomm.backends.base import Submission
 from asynccomm.backends.nccl.backend import NcclBackend
 from asynccomm.errors import CollectiveTimeoutError
 from asynccomm.ops import AllGatherSingle, AllReduce, Broadcast, Call, Gather, ReduceScatterSingle
-from asynccomm.testing import check_backend
+from tests.gpu.opening import needs_gpu, open_comm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = needs_gpu
 
 LONG = 200_000_000  # cycles that a stream is busy for: a tenth of a second
-
-
-def open_comm(name: str = "main", *, timeout: float | timedelta | None = 60.0) -> AbstractAsyncContextManager[Comm]:
-    """A comm of all ranks, each on a GPU of its own if there are as many."""
-    rank, size, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()
-    if size > count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        pytest.skip(f"needs {size} GPUs, or NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1; there are {count}")
-    torch.cuda.set_device(rank % count)
-    return new_comm("nccl", "cuda", name=name, timeout=timeout)
-
-
-@pytest.mark.ranks([1, 2, 4], timeout=600)
-@pytest.mark.timeout(700)
-async def test_conformance() -> None:
-    await check_backend(open_comm)
 
 
 @pytest.mark.ranks([1, 2])
@@ -445,3 +424,58 @@ async def test_communication_runs_beside_computation() -> None:
         seconds(3, both=True)
         one_after_the_other, together = seconds(20, both=False), seconds(20, both=True)
         assert together < one_after_the_other
+
+
+@pytest.mark.ranks(2)
+async def test_communicators_that_do_not_block() -> None:
+    async with open_comm(hints={"blocking": "0"}) as comm:
+        for turn in range(5):
+            works = [comm.all_reduce(torch.full((1000,), float(turn), device=comm.device)) for _ in range(5)]
+            for work in works:
+                assert (await work).eq(2 * turn).all()
+
+
+@pytest.mark.ranks(2)
+async def test_a_communicator_connects_with_its_first_collective() -> None:
+    async with open_comm(hints={"connect": "lazy"}) as comm:
+        assert (await comm.all_reduce(torch.ones(1000, device=comm.device))).eq(2).all()
+
+
+@pytest.mark.ranks(2)
+async def test_calls_of_a_scope_are_few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_comm() as comm:
+        await comm.all_reduce(torch.ones(10, device=comm.device))
+        nccl = backend_of(comm)._platform.nccl
+        ended: list[None] = []
+        group_end = nccl.group_end
+        monkeypatch.setattr(nccl, "group_end", lambda: (ended.append(None), group_end())[1])
+        tensors = [torch.full((100,), float(i), device=comm.device) for i in range(50)]
+        async with comm.coalesce():
+            works = [comm.all_reduce(tensor) for tensor in tensors]
+        for i, work in enumerate(works):
+            assert (await work).eq(2 * i).all()
+        assert len(ended) < 5
+
+
+@pytest.mark.ranks(3)
+async def test_the_others_go_on_without_a_rank() -> None:
+    async with open_comm(timeout=30) as comm:
+        await comm.all_reduce(torch.ones(10, device=comm.device))
+        if comm.rank == 2:
+            with pytest.raises(asynccomm.BrokenError):
+                await comm.recv(torch.ones(10, device=comm.device), 0)
+            return
+        async with comm.shrink(exclude=[2]) as small:
+            assert (await small.all_reduce(torch.ones(10, device=small.device))).eq(2).all()
+
+
+@pytest.mark.ranks(2)
+async def test_registered_memory() -> None:
+    async with open_comm() as comm:
+        tensor = torch.full((1 << 20,), comm.rank + 1.0, device=comm.device)
+        await comm.register(tensor)
+        for _ in range(3):
+            tensor.fill_(comm.rank + 1.0)
+            assert (await comm.all_reduce(tensor)).eq(3).all()
+        await comm.deregister(tensor)
+        assert (await comm.all_reduce(tensor)).eq(6).all()
