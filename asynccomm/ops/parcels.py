@@ -15,7 +15,7 @@ from asynccomm.ops.validation import MAX_TAG
 MAX_HEAD: Final = 64 << 20  # bytes; a receiver must receive a head before it can refuse the parcel
 
 
-TAG_BITS: Final = 28
+TAG_BITS: Final = 27
 
 
 class MessageSpace(enum.IntEnum):
@@ -25,6 +25,7 @@ class MessageSpace(enum.IntEnum):
     OBJECTS = 1
     STREAMS = 2
     INTERNAL = 3  #: for messages between backends
+    HEADERS = 4  #: of tensors whose contents travel by another transport
 
     def key(self, tag: int) -> int:
         """The tag, in 30 bits, under which a transport sends a message of this space."""

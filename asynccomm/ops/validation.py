@@ -18,7 +18,7 @@ from asynccomm.ops.dtypes import COMPLEX, REAL, in_reals
 from asynccomm.ops.reduce_op import ReduceOp
 
 MAX_LABEL = 1024  # bytes of a collective's tag, which may have to be sent with every operation
-MAX_TAG = 2**28 - 2  # gloo has 31 bits: gloo uses one, two select the MessageSpace, and one tag ends a group
+MAX_TAG = 2**27 - 2  # gloo has 31 bits: gloo uses one, three select the MessageSpace, and one tag ends a group
 
 
 @final

@@ -298,7 +298,7 @@ def test_tags(argument: Argument, value: Any) -> None:
 
 
 def test_the_largest_tag() -> None:
-    assert MAX_TAG == 2**28 - 2
+    assert MAX_TAG == 2**27 - 2
 
 
 @each(TAGS)

@@ -94,4 +94,6 @@ def describe(source: int, header: Header) -> str:
         content = f"{str(BY_CODE[header.second]).removeprefix('torch.')}[{header.first}]"
     elif space is MessageSpace.OBJECTS:
         content = f"an object of {header.first + header.second} bytes"
+    elif space is MessageSpace.HEADERS:
+        content = "a tensor"
     return f"{content} of rank {source}" + (f", tag={tag}" if tag else "")

@@ -54,6 +54,7 @@ DTYPES: Final[Mapping[torch.dtype, int]] = {
     torch.float8_e4m3fn: 10,
     torch.float8_e5m2: 11,
 }
+FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 REDUCTIONS: Final[Mapping[RedOpType, int]] = {
     RedOpType.SUM: 0,
     RedOpType.PRODUCT: 1,

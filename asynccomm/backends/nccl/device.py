@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, final
 import torch
 from torch import Tensor
 
+from asynccomm.backends.nccl.api import FLOAT8
 from asynccomm.backends.nccl.event_pool import EventPool
 from asynccomm.errors import BackendError
 
@@ -22,7 +23,6 @@ from asynccomm.errors import BackendError
 #: on different communicators.
 ISSUING: Final = threading.RLock()
 
-_FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _streams_lock = threading.Lock()
 _streams: dict[tuple[torch.device, bool], list[torch.cuda.Stream]] = {}  # returned streams, by device and priority
 
@@ -225,7 +225,7 @@ class Cuda:
         return torch.cuda.device(self._device)
 
     def reduces(self, dtype: torch.dtype) -> bool:
-        return dtype not in _FLOAT8 or torch.cuda.get_device_capability(self._device) >= (9, 0)
+        return dtype not in FLOAT8 or torch.cuda.get_device_capability(self._device) >= (9, 0)
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device == self._device

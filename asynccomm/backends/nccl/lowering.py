@@ -21,6 +21,7 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import find, in_order
+from asynccomm.backends.nccl.api import FLOAT8
 from asynccomm.backends.nccl.plan import LoweredBatch
 from asynccomm.backends.regions import adjoining, bytes_of
 from asynccomm.ops import (
@@ -230,7 +231,7 @@ class _ReductionPlan:
             self.dtype, self._as_it_is = REAL[dtype], True
         elif kind in _PLAIN and dtype in plan.ability.dtypes:
             self.dtype, self._as_it_is = dtype, True
-        elif kind in (RedOpType.AVG, RedOpType.PREMUL_SUM) and dtype.is_floating_point and dtype in plan.ability.dtypes:
+        elif kind in (RedOpType.AVG, RedOpType.PREMUL_SUM) and self._can_scale(dtype):
             self.dtype, self._as_it_is = dtype, True
             if kind is RedOpType.PREMUL_SUM:
                 self.factor = self._scalar(reduction, dtype)
@@ -240,6 +241,11 @@ class _ReductionPlan:
                 self.kind = RedOpType.SUM
             elif kind not in _PLAIN:
                 self.kind = None
+
+    def _can_scale(self, dtype: torch.dtype) -> bool:
+        """Whether NCCL multiplies and divides values of ``dtype``, as its users would."""
+        alone = self._plan.size == 1  # NCCL (2.30) has a kernel of its own for one rank, without float8
+        return dtype.is_floating_point and dtype in self._plan.ability.dtypes and not (alone and dtype in FLOAT8)
 
     def _scalar(self, reduction: ReduceOp, dtype: torch.dtype) -> Tensor:
         memory = self._plan.room(1, dtype)

@@ -84,14 +84,14 @@ class PointToPoint:
             case Send(peer=peer, tag=tag, dtype=dtype, numel=numel):
                 head = _MESSAGE.pack(CODES[dtype], numel, submission.work.seq)
                 envelopes = [(head, [(bytes_of(tensor), True) for tensor in submission.inputs if numel])]
-                op = SendParcel("send", peer, tag, MessageSpace.TENSORS)
+                op = SendParcel("send", peer, tag, MessageSpace.HEADERS)
                 return self._send(self._task(submission, stream, envelopes, 2), op, flight)
             case SendParcel() as op:
                 task = self._task(submission, stream, [self._segments(parcel) for parcel in parcels], 2)
                 return self._send(task, op, StreamPosition(self._device))
             case Recv(peer=source, tag=tag) as wanted:
                 step = partial(self._take_message, self._task(submission, stream, (), 1), wanted, flight)
-                return self._receive(RecvParcel("recv", source, tag, MessageSpace.TENSORS), step)
+                return self._receive(RecvParcel("recv", source, tag, MessageSpace.HEADERS), step)
             case RecvParcel() as op:
                 return self._receive(op, partial(self._take_parcels, self._task(submission, stream, (), 1)))
             case other:

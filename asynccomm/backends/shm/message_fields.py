@@ -63,4 +63,6 @@ def describe(source: int, tag: int, message: Kept) -> str:
         content = f"{str(BY_CODE[message.extra]).removeprefix('torch.')}[{message.length}]"
     elif space is MessageSpace.OBJECTS:
         content = f"an object of {len(message.data)} bytes"
+    elif space is MessageSpace.HEADERS:
+        content = "a tensor"
     return f"{content} of rank {source}" + (f", tag={number}" if number else "")

@@ -29,6 +29,7 @@ def test_the_kinds_of_offers() -> None:
         (Header(Kind.TENSOR_OFFER, 5, 9, SHORT, FLOAT), 4 * SHORT, f"float32[{SHORT}] of rank 1, tag=5"),
         (Header(Kind.PARCEL, MessageSpace.OBJECTS.key(2), 0, 10, 20), 30, "an object of 30 bytes of rank 1, tag=2"),
         (Header(Kind.PARCEL, MessageSpace.STREAMS.key(0), 0, 0, 0), 0, "an item of a stream of rank 1"),
+        (Header(Kind.PARCEL, MessageSpace.HEADERS.key(4), 0, 5, 0), 5, "a tensor of rank 1, tag=4"),
     ],
     ids=str,
 )

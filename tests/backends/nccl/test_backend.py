@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import pytest
@@ -35,14 +35,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def conform(size: int, only: list[str] | None = None) -> None:
+async def conform(size: int, only: Sequence[str] | None = None, side: str = "loopback") -> None:
     store = MemoryStore()
 
     async def one(rank: int) -> None:
         await check_backend(
-            lambda name: new_comm(
-                "simulated", name=name, store=store, rank=rank, size=size, hints={"side": "loopback"}
-            ),
+            lambda name: new_comm("simulated", name=name, store=store, rank=rank, size=size, hints={"side": side}),
             only=only,
         )
 
@@ -56,6 +54,12 @@ async def conform(size: int, only: list[str] | None = None) -> None:
 @pytest.mark.parametrize("part", range(4))  # a slow machine needs minutes for the whole suite
 async def test_conformance(size: int, part: int) -> None:
     await conform(size, SIMULATED[part::4])
+
+
+@pytest.mark.parametrize("side", ["shm", "gloo"])
+async def test_conformance_on_the_side_channels_of_real_ranks(side: str) -> None:
+    words = ("message", "send", "recv", "receive", "object", "handle", "uneven", "barrier")
+    await conform(2, [name for name in SIMULATED if any(word in name for word in words)], side)
 
 
 async def test_conformance_without_calls_that_older_libraries_lack(monkeypatch: pytest.MonkeyPatch) -> None:

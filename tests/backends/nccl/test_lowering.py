@@ -75,9 +75,15 @@ class Memory:
         return self.rooms[-1]
 
 
-def plan_of(*calls: Call, rank: int = 0, size: int = 2, native: frozenset[str] = OWN) -> LoweredBatch:
+def plan_of(
+    *calls: Call,
+    rank: int = 0,
+    size: int = 2,
+    native: frozenset[str] = OWN,
+    dtypes: frozenset[torch.dtype] = REDUCIBLE,
+) -> LoweredBatch:
     """What ``calls`` become, together."""
-    plan = LoweredBatch(rank, size, Capabilities(REDUCIBLE, native), Memory())
+    plan = LoweredBatch(rank, size, Capabilities(dtypes, native), Memory())
     for call in calls:
         lower(Submission(call, None), plan)  # type: ignore[arg-type]
     return plan
@@ -542,6 +548,19 @@ def test_floats_are_averaged_by_nccl(dtype: torch.dtype) -> None:
     plan = plan_of(AllReduce.of(group(), tensor, ReduceOp.AVG))
     assert told(plan, tensor) == [("all_reduce", "0+0", "0+0", 3, dtype, -1)]
     assert only(plan).reduction is RedOpType.AVG
+
+
+@cases("dtype", sorted(api.FLOAT8, key=str))
+@cases("op, factor", [(ReduceOp.AVG, 1), (ReduceOp.PREMUL_SUM(2.0), 2)])
+def test_float8_is_scaled_here_where_nccl_has_one_rank(dtype: torch.dtype, op: ReduceOp, factor: int) -> None:
+    tensor = torch.tensor([1.0, -3.0, 0.5]).to(dtype)
+    plan = plan_of(AllReduce.of(group(0, 1), tensor, op), size=1, dtypes=frozenset(api.DTYPES))
+    assert told(plan, tensor) == [("all_reduce", "new", "new", 3, torch.float32, -1)]
+    assert only(plan).reduction is RedOpType.SUM
+    run([plan])
+    assert tensor.float().tolist() == [factor, -3 * factor, factor / 2]
+    several = plan_of(AllReduce.of(group(), tensor, op), dtypes=frozenset(api.DTYPES))
+    assert only(several).reduction is op.type
 
 
 @cases(

@@ -492,7 +492,7 @@ GARBAGE = {
 async def test_heads_that_are_garbage(world: World, kind: str, head: str) -> None:
     async with world(2, timeout=20) as (giver, taker):
         if kind == "send":
-            raw(giver, GARBAGE[head], 1, MessageSpace.TENSORS)
+            raw(giver, GARBAGE[head], 1, MessageSpace.HEADERS)
             work: Any = taker.recv(torch.ones(8), 0)
         elif kind == "parcel":
             raw(giver, GARBAGE[head], 1, MessageSpace.OBJECTS)
@@ -510,7 +510,7 @@ async def test_heads_that_are_garbage(world: World, kind: str, head: str) -> Non
 @pytest.mark.parametrize("own", [b"", b"12345", struct.pack("<IQQ", 77, 8, 0)])
 async def test_messages_that_are_garbage(world: World, own: bytes) -> None:
     async with world(2, timeout=20) as (giver, taker):
-        raw(giver, HEAD.pack(0, 0) + own, 1, MessageSpace.TENSORS)
+        raw(giver, HEAD.pack(0, 0) + own, 1, MessageSpace.HEADERS)
         with pytest.raises(BackendError, match=r"nccl could not take a message: (error|KeyError)"):
             await taker.recv(torch.ones(8), 0)
         with pytest.raises(BrokenError, match="could not take a message"):

@@ -418,7 +418,7 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Any], Any]]] = [
     *[(f"{a}, too many", ValueError, a.name, lambda c, a=a: a.use(c, several(SIZE + 1))) for a in LISTS],
     *[(f"{a}, {r!r}", ValueError, a.name, lambda c, a=a, r=r: a.use(c, r)) for a in RANKS for r in (-1, SIZE)],
     *[(f"{a}, {r!r}", TypeError, a.name, lambda c, a=a, r=r: a.use(c, r)) for a in RANKS for r in (True, "1")],
-    *[(f"{a}, {tag}", ValueError, a.name, lambda c, a=a, tag=tag: a.use(c, tag)) for a in TAGS for tag in (-1, 2**28)],
+    *[(f"{a}, {tag}", ValueError, a.name, lambda c, a=a, tag=tag: a.use(c, tag)) for a in TAGS for tag in (-1, 2**27)],
     *[(f"{a}, None", TypeError, a.name, lambda c, a=a: a.use(c, None)) for a in TAGS],
     *[(f"{a}, dim {d}", ValueError, "dim", lambda c, a=a, d=d: a.use(c, d)) for a in DIMS for d in (2, -3)],
     *[(f"{a}, dim {d}", TypeError, "dim", lambda c, a=a, d=d: a.use(c, d)) for a in DIMS for d in (None, False, 0.0)],

@@ -1,7 +1,7 @@
 """NCCL collectives on GPUs: what a call costs the host, and how soon a coroutine hears of the end.
 
-    python bench/nccl.py --json out.json                   # one rank: the cost of the host alone
-    asynccomm run -n 2 --no-prefix bench/nccl.py           # needs two GPUs, or NCCL_MULTI_RANK_GPU_ENABLE=1
+    python bench/gpu.py --json out.json                   # one rank: the cost of the host alone
+    asynccomm run -n 2 --no-prefix bench/gpu.py           # needs two GPUs, or NCCL_MULTI_RANK_GPU_ENABLE=1
 
 Beside torch's ProcessGroupNCCL on the same GPU, in turns, medians over rounds, of rank 0:
 
