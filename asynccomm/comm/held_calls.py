@@ -50,6 +50,6 @@ def restored(held: HeldCall) -> list[Any]:
                 f"scope"
             )
         strides = torch.empty(shape, device="meta").stride()
-        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+        return torch.empty(0, dtype=dtype, device=argument.device).set_(storage, offset, shape, strides)
 
     return [unchanged(argument) for argument in held.arguments]

@@ -56,7 +56,7 @@ def init_device_mesh(
     """
     comms, names = _checked(mesh_dim_comms, mesh_dim_names)
     shape = tuple(comm.size for comm in comms)
-    mesh = torch.arange(math.prod(shape), dtype=torch.int).view(shape)
+    mesh = torch.arange(math.prod(shape), dtype=torch.int, device="cpu").view(shape)
     rank = int(mesh[tuple(comm.rank for comm in comms)])
     if _global_comm is None:
         _global_comm = next((comm for comm in comms if comm.size == mesh.numel()), None)

@@ -95,7 +95,8 @@ class IncomingItem:
         elif frame.kind == OBJECT and not 0 < frame.head <= frame.total:
             self._error = "its head does not fit its length"
         else:
-            self._parts = [torch.empty(frame.total if frame.kind == BYTES else frame.head, dtype=torch.uint8)]
+            nbytes = frame.total if frame.kind == BYTES else frame.head
+            self._parts = [torch.empty(nbytes, dtype=torch.uint8, device="cpu")]
 
     def feed(self, address: int, nbytes: int) -> bool:
         """Copy the payload of a frame; False if the item has fewer bytes."""

@@ -45,7 +45,7 @@ def flat_array(obj: object) -> tuple[Any, ...] | None:
 
 def _memory(numpy: Any, array: Any, order: str) -> Tensor:
     if not array.size:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = numpy.ascontiguousarray(array.reshape(-1, order=order))
     if not flat.flags.writeable:  # torch has no tensors that are read-only
         flat = flat.copy()

@@ -64,7 +64,7 @@ class Windows(CommBase):
         if like is not None:
             check_tensor(self._group, "like", like)
             nbytes = like.numel() * like.itemsize
-        own = torch.tensor([check_nbytes(nbytes), check_signals(signals)])
+        own = torch.tensor([check_nbytes(nbytes), check_signals(signals)], device=self._group.device)
         self._check_windows()
         number, self._made = self._made, self._made + 1
         # called before the first await, and so in the program's order
