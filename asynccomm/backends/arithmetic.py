@@ -45,7 +45,9 @@ def accumulator(dtype: torch.dtype, kind: RedOpType) -> torch.dtype:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's memory is exactly its elements in row-major order."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    # ``is_conj`` is for complex tensors: it releases the GIL, and on a hot path other threads take it
+    conjugated = tensor.dtype.is_complex and tensor.is_conj()
+    return tensor.is_contiguous() and not conjugated and not tensor.is_neg()
 
 
 def plain(tensor: Tensor) -> Tensor:

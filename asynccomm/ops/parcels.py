@@ -25,7 +25,7 @@ class MessageSpace(enum.IntEnum):
     OBJECTS = 1
     STREAMS = 2
     INTERNAL = 3  #: for messages between backends
-    HEADERS = 4  #: of tensors whose contents travel by another transport
+    HEADERS = 4  #: of tensors that travel by another transport
 
     def key(self, tag: int) -> int:
         """The tag, in 30 bits, under which a transport sends a message of this space."""

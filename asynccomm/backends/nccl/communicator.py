@@ -110,7 +110,8 @@ class Communicator:
             finally:
                 for reduction in made:
                     nccl.drop_reduction(reduction, handle)
-        self._known |= _kinds(calls)
+        if not known:
+            self._known |= _kinds(calls)
 
     def run(self, call: Callable[[CommHandle, int], T]) -> T:
         """Make a call of NCCL outside of all groups, given the handle and the stream's. Blocks until NCCL is ready.

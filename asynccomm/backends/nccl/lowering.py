@@ -82,10 +82,12 @@ def lower(submission: Submission, plan: LoweredBatch) -> None:
 def _lower(plan: LoweredBatch, op: Op, inputs: Tensors, outputs: Tensors) -> None:
     match op:
         case AllReduce(reduction=reduction):
+            how = _ReductionPlan(plan, op.dtype, reduction)
             for source, output in zip(inputs, outputs, strict=True):
-                _reduce(plan, "all_reduce", source, output, reduction)
+                _reduce(plan, "all_reduce", source, output, how)
         case Reduce(reduction=reduction, root=root):
-            _reduce(plan, "reduce", inputs[0], outputs[0] if outputs else None, reduction, root)
+            how = _ReductionPlan(plan, op.dtype, reduction)
+            _reduce(plan, "reduce", inputs[0], outputs[0] if outputs else None, how, root)
         case ReduceScatterSingle(reduction=reduction):
             _reduce_scatter_single(plan, inputs[0], outputs[0], reduction)
         case ReduceScatter():
@@ -257,9 +259,16 @@ class _ReductionPlan:
             self._plan.prepare(partial(memory.fill_, factor))
         return memory
 
+    def _serves(self, tensor: Tensor) -> bool:
+        """Whether NCCL can use ``tensor`` without a view of it: the usual case, on the path of every call."""
+        same = self._as_it_is and self.kind is not None and tensor.dtype is self.dtype
+        return same and arithmetic.is_plain(tensor)
+
     def source(self, tensor: Tensor) -> Tensor:
-        """This rank's contribution, as flat memory of ``dtype``."""
+        """This rank's contribution, as memory of ``dtype``; flat if torch combines it."""
         plan = self._plan
+        if self._serves(tensor):
+            return tensor
         if self._as_it_is:
             return plan.source(tensor).view(self.dtype)
         memory = plan.room(self.pairs * tensor.numel(), self.dtype)
@@ -267,7 +276,9 @@ class _ReductionPlan:
         return memory
 
     def target(self, output: Tensor) -> Tensor:
-        """Flat memory for the result: that of ``output``, or new memory with a later copy."""
+        """Memory for the result: that of ``output``, or new memory with a later copy."""
+        if self._serves(output):
+            return output
         if self._as_it_is and arithmetic.is_plain(output):
             return bytes_of(output).view(self.dtype)
         memory = self._plan.room(self.pairs * output.numel(), self.dtype)
@@ -297,11 +308,10 @@ def _reduce(
     name: str,
     source: Tensor,
     output: Tensor | None,
-    reduction: ReduceOp,
+    how: _ReductionPlan,
     root: int = -1,
 ) -> None:
     """Lower all_reduce, or a reduce to ``root``."""
-    how = _ReductionPlan(plan, source.dtype, reduction)
     in_place = output is source
     data = how.source(source)
     if how.kind is None:

@@ -4,9 +4,9 @@ The events of one stream pass in order, so the poller queries only the head of e
 sweep over the heads finds are handed over back to back, so that a sweep wakes the event loop once.
 
 The event loop's thread is the first to query a new head, in :meth:`Poller.before_await`: operations of microseconds
-complete there, without a switch of threads. The poller's thread starts after that. It spins at first, then sleeps
-between queries, for longer the older the youngest head is, so that waiting for a late rank costs next to nothing. With
-no event in flight and no periodic check, the thread is blocked in one system call.
+complete there, without a switch of threads. The poller's thread starts after that. It spins at first if that thread has
+gone to wait. Then it sleeps between queries, for longer the older the youngest head is, so that waiting for a late rank
+costs next to nothing. With no event in flight and no periodic check, the thread is blocked in one system call.
 
 One thread at a time handles a stream, either the poller's own or one in :meth:`Poller.before_await`: it takes the
 passed events, calls their callbacks, and only then releases the stream. This keeps the callbacks in order. The lock is
@@ -140,6 +140,7 @@ class Poller(Generic[E]):
         self._lock = threading.Lock()
         self._alarm: TimerFd | None = None  # the thread's alarm, while it runs
         self._wakes = -math.inf  # time of the thread's next sweep; if not in the future, the thread is awake
+        self._awaited = -math.inf  # time at which a thread has last gone to wait for a head
         self._asks = math.inf  # time at which the thread must wake for the next check
         self._lines: dict[Hashable, _EventQueue[E]] = {}  # the streams with events, or with a thread that handles them
         self._checks: dict[PeriodicCheck, None] = {}
@@ -197,6 +198,7 @@ class Poller(Generic[E]):
                 return
             now = self._clock()
             if now >= end or now - line.since >= seconds:
+                self._awaited = now
                 return
             if not looked:
                 os.sched_yield()
@@ -271,7 +273,10 @@ class Poller(Generic[E]):
         """The seconds to sleep until the next sweep. With the lock held."""
         if not self._lines:
             return math.inf
-        return sleep_seconds(now - max([line.since for line in self._lines.values()]))
+        nap = sleep_seconds(now - max([line.since for line in self._lines.values()]))
+        if nap == 0.0 and now - self._awaited >= SPIN_SECONDS:
+            return LEAST_NAP  # no thread waits: one that makes calls would lose the GIL to each spin
+        return nap
 
     def _ask(self) -> float:
         """Make the checks that are due; returns the seconds until the next check."""

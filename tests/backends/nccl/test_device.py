@@ -112,6 +112,7 @@ class FakeTorch:
         self.devices: list[torch.device] = []
         self.current: list[object] = [FakeStream(7, DEVICE)]
         self.capturing = False
+        self.made = 0  # objects of current streams
 
     @contextlib.contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -132,6 +133,19 @@ class FakeTorch:
     def set_device(self, device: torch.device) -> None:
         self.devices = [device]
 
+    def current_device(self) -> int:
+        return self.devices[-1].index if self.devices else 0
+
+    def current_stream(self, device: torch.device) -> Any:
+        assert device == DEVICE
+        self.made += 1
+        return self.current[-1]
+
+    def handle(self, index: int) -> int:
+        assert index == DEVICE.index
+        stream: Any = self.current[-1]
+        return int(stream.cuda_stream)
+
     def is_current_stream_capturing(self) -> bool:
         assert self.devices[-1:] == [DEVICE], "asked for another device"
         return self.capturing
@@ -149,9 +163,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
     fake = FakeTorch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in ("device", "stream", "set_device", "is_current_stream_capturing"):
+    for name in ("device", "stream", "set_device", "current_device", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake.current[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", fake.current_stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", fake.handle, raising=False)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "ExternalStream", FakeStream)
@@ -346,6 +361,24 @@ def test_capturing_is_asked_of_the_right_device(cuda: Cuda, fake: FakeTorch) -> 
     assert fake.devices == []
     with cuda.here():
         assert fake.devices == [DEVICE]
+        with cuda.here():
+            assert fake.devices == [DEVICE], "it is the current one"
+            assert cuda.capturing()
+
+
+def test_objects_of_current_streams_are_kept(cuda: Cuda, fake: FakeTorch) -> None:
+    first, second = FakeStream(3, DEVICE), FakeStream(4, DEVICE)
+    for _ in range(3):
+        for stream in (first, second):
+            fake.current = [stream]
+            found = cuda.current_stream()
+            assert isinstance(found, module._CudaStream)
+            assert found.stream is stream
+    assert fake.made == 2
+    for number in range(2 * module.STREAMS_KEPT):
+        fake.current = [FakeStream(100 + number, DEVICE)]
+        assert cuda.current_stream().handle == 100 + number
+        assert len(cuda._current) <= module.STREAMS_KEPT
 
 
 # -- streams -------------------------------------------------------------------------------------------------------

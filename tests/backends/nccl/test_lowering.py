@@ -182,14 +182,14 @@ def run(plans: Sequence[LoweredBatch]) -> None:
                 assert (message.count, message.dtype) == (call.count, call.dtype)
                 assert call.target is not None
                 assert message.source is not None
-                results.append((call.target, message.source.clone()))
+                results.append((call.target, message.source.flatten().clone()))
     assert not any(sent.values()), "a message that nobody takes"
     for calls in zip(*collectives, strict=True):
         assert len({(c.name, c.count, c.dtype, c.peer, c.reduction) for c in calls}) == 1, calls
         results += collective(calls)
     for target, values in results:
         assert target.dtype == values.dtype
-        target.copy_(values)
+        target.view(-1).copy_(values)
     for plan in plans:
         for step in plan.after:
             step()
@@ -204,7 +204,7 @@ def collective(calls: Sequence[NcclCall]) -> list[tuple[Tensor, Tensor]]:
     def given(rank: int) -> Tensor:
         source = calls[rank].source
         assert source is not None
-        return source.view(calls[rank].dtype).clone()
+        return source.view(calls[rank].dtype).flatten().clone()
 
     results: list[Tensor]
     match name:

@@ -600,6 +600,27 @@ def test_hurry_ends_in_time(flags: Flags, heard: Heard, without_thread: None) ->
     poller.close(0)
 
 
+def test_the_thread_spins_only_where_a_thread_waits(flags: Flags, heard: Heard, without_thread: None) -> None:
+    """Else it would take the GIL from a thread that makes one call after the other."""
+    now = [100.0]
+
+    def clock() -> float:
+        now[0] += 1e-6
+        return now[0]
+
+    poller = Poller(flags, clock=clock)
+    poller.ask(lambda: False)
+    until(lambda: asleep(poller))
+    poller.watch("a", Flag(), heard.of("a"))
+    assert poller._nap(clock()) == LEAST_NAP
+    poller.before_await("a", 50e-6)
+    assert poller._nap(clock()) == 0.0
+    now[0] += SPIN_SECONDS
+    poller.watch("b", Flag(), heard.of("b"))
+    assert poller._nap(clock()) == LEAST_NAP
+    poller.close(0)
+
+
 def test_hurry_leaves_other_streams_alone(idle: Poller[Flag], flags: Flags, heard: Heard) -> None:
     flag = Flag()
     flag.passed = True
