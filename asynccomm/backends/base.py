@@ -265,6 +265,10 @@ class DirectCalls(Protocol):
     queues: dict[object, Any]  #: of scopes, by the task or thread
     in_flight: Any
 
+    @property
+    def compares(self) -> bool:
+        """Whether ``numbered`` compares calls with those of other ranks, which is one of ``counts.detours``."""
+
     def note(self) -> object:
         """Let the watchers have the ``notes``; called when there are ``counts.noted_calls`` of them."""
 
@@ -290,7 +294,8 @@ class DirectCalls(Protocol):
     def number(self, call: Call, nbytes: int, site: CallSite | None, started: float) -> Work[Any]:
         """The Work of a collective that the backend has begun, and that it settles itself. Under the lock.
 
-        Only for a call as the comm would number it at once: not closed, without detours and scopes.
+        Only for a call as the comm would number it at once: not closed, without scopes, and without detours but that of
+        ``compares``.
         """
 
     def numbered(self, call: Call, work: Work[Any]) -> object:

@@ -57,6 +57,11 @@ class SubmitterCalls:
         self.note_deadline: Callable[[DeferredQueue, Work[Any]], None] = submitter.note_deadline
         self.fused_limit: int = backend.fused_limit
 
+    @property
+    def compares(self) -> bool:
+        """See ``DirectCalls.compares``."""
+        return self._submitter.compares
+
     def adopt(
         self, run: object, arguments: Sequence[Any], result: object, site: CallSite | None, started: float
     ) -> Work[Any]:

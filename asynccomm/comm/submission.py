@@ -70,6 +70,7 @@ class Submitter:
         #: the last calls that were numbered; ``in_flight.ended`` has the ends of those without a time of the end
         self.recent: CallLog[Called] = CallLog((), in_flight.recorded)
         self._compare: Callable[[Work[Any], int], object] | None = None
+        self.compares = False  #: whether each operation is compared with those of the other ranks
         self._aside = 0  # operations that do not use the backend
         self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
 
@@ -77,6 +78,7 @@ class Submitter:
         """Call ``compare(work, batch)`` with each later operation; ``batch`` as for ``Reporter.compare``."""
         self._compare = compare
         self.counts.detours += 1
+        self.compares = True
         self.recent = CallLog(self.recent, max(COMPARED, self.in_flight.recorded))
 
     @property
@@ -155,7 +157,8 @@ class Submitter:
     def number(self, call: Call, nbytes: int, site: CallSite | None, started: float) -> Work[Any]:
         """The Work of a collective that the backend's fast path has begun, and now goes on with. Under the lock.
 
-        ``numbered`` is called next. There is no scope, no agreed ordering, and no watcher that detours.
+        ``numbered`` is called next. There is no scope, no agreed ordering, and no watcher that detours: of the reasons
+        for detours, ``compares`` alone is served.
         """
         counts = self.counts
         work = self._work(call, counts.limit, site, self.backend)
@@ -169,7 +172,9 @@ class Submitter:
         return work
 
     def numbered(self, call: Call, work: Work[Any]) -> None:
-        """Watch a Work of ``number``, which the backend has taken. Under the lock."""
+        """Watch a Work of ``number``, which the backend has taken, and compare it. Under the lock."""
+        if self._compare is not None:
+            self._compare(work, 1)
         self._watch(work)
         self.watchers.called(call, work)
 

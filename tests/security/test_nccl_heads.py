@@ -45,7 +45,7 @@ def test_heads_that_are_almost_right(seed: int) -> None:
 
 
 def raw(comm: Comm, head: bytes, tensors: tuple[torch.Tensor, ...] = ()) -> None:
-    call = Call(SendParcel("raw", 1, 0, MessageSpace.TENSORS), (), (), None, parcels=(Parcel(head, tensors),))
+    call = Call(SendParcel("raw", 1, 0, MessageSpace.HEADERS), (), (), None, parcels=(Parcel(head, tensors),))
     backend: Any = comm._session.backend
     backend._side.submit(call, lambda error: None)
 

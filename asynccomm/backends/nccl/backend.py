@@ -25,12 +25,13 @@ import anyio
 import anyio.to_thread
 from torch import Tensor
 
-from asynccomm.backends.base import Backend, BackendContext, BackendWindow, Submission
+from asynccomm.backends.base import Backend, BackendContext, BackendWindow, DirectCalls, FastCalls, Submission
 from asynccomm.backends.latch import Latch
 from asynccomm.backends.nccl import call_streams
 from asynccomm.backends.nccl.collective_stream import CollectiveStream, is_collective
 from asynccomm.backends.nccl.communicator import END_SECONDS, end_all
 from asynccomm.backends.nccl.device import DeviceStream, Event
+from asynccomm.backends.nccl.direct_calls import DirectCollectives
 from asynccomm.backends.nccl.hazard_tracker import Entry
 from asynccomm.backends.nccl.hints import HINTS, check, config_of
 from asynccomm.backends.nccl.p2p import PointToPoint
@@ -171,6 +172,9 @@ class NcclBackend(Backend):
             self._collectives.begin(together, before)
         for submission, stream in zip(others, alone, strict=True):
             self._tell(submission, stream)
+
+    def fast_path(self, calls: DirectCalls) -> FastCalls:
+        return DirectCollectives(calls, self._collectives, self._device, self._collectives.broken)
 
     def call_context(self) -> call_streams.CallStream:
         return call_streams.note(self._device)

@@ -6,6 +6,8 @@ follows it on ``Work.wait_stream``. The poller (``poller``) detects that the sec
 submissions keep their tensors. Batches, including the copies before and after their calls, therefore take effect one
 after the other, also on the same memory.
 
+A repeated call of the usual kind skips the lowering (``direct_calls``).
+
 A batch is issued in the call if NCCL has connected for all of its calls, and otherwise on a lane, since NCCL may then
 wait for other ranks; all later batches follow on this lane.
 
@@ -19,12 +21,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.nccl import call_streams, estimates
 from asynccomm.backends.nccl.api import CommHandle, Config
-from asynccomm.backends.nccl.communicator import Communicator
+from asynccomm.backends.nccl.communicator import Communicator, DirectCall
 from asynccomm.backends.nccl.device import DeviceStream, Event
 from asynccomm.backends.nccl.hazard_tracker import Entry, HazardTracker
 from asynccomm.backends.nccl.lowering import lower
@@ -32,6 +34,7 @@ from asynccomm.backends.nccl.plan import Capabilities, LoweredBatch, Step
 from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.backends.ordered_executor import OrderedExecutor
+from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Barrier, GroupedOp, Op, PeerOp, TensorOp
 
@@ -114,6 +117,41 @@ class CollectiveStream:
             entry = Entry(lambda *_: self._start(batch, plan, ready, flight), batch, flight)
             flight.immediate = self.in_flight.submit(entry)
 
+    def direct_call(self, submission: Submission, source: int, target: int) -> DirectCall | None:
+        """The call of a collective from address to address that can begin by :meth:`begin_direct`; None: it cannot."""
+        plan = self._lowered((submission,), self.communicator.stream)
+        if plan.before or plan.after:
+            return None
+        return self.communicator.direct_call(plan.calls, source, target)
+
+    def begin_direct(
+        self, direct: DirectCall, memory: tuple[int, int], make: Callable[[], Submission]
+    ) -> Work[Any] | None:
+        """Issue a call; None if it must wait for anything: then nothing has happened. Under the comm's lock.
+
+        Args:
+            memory: the addresses of what it reads and what it writes.
+            make: numbers the call, and makes its submission.
+        """
+        with self._lock:
+            if self.waiting or self.ended or not (self._connected and self.in_flight.quiet):
+                return None
+            if not self.communicator.knows_direct(direct):
+                return None
+            ready = self._device.current_stream().record()
+            submission = make()
+            submission.work.order = self._last = flight = StreamPosition(self._device)
+            batch = (submission,)
+            self.in_flight.note(flight, batch)
+            self._issue(batch, None, (ready,), flight, partial(self._queue_direct, direct, memory, submission.op))
+        return submission.work
+
+    def _queue_direct(self, direct: DirectCall, memory: tuple[int, int], op: Op) -> None:
+        try:
+            self.communicator.issue_direct(direct, *memory)
+        except BrokenError as exc:
+            raise BackendError(f"nccl could not start {op}: {exc}") from exc
+
     def _start(
         self, batch: Sequence[Submission], plan: LoweredBatch, ready: Sequence[Event], flight: StreamPosition
     ) -> None:
@@ -121,7 +159,7 @@ class CollectiveStream:
         with self._lock:
             self._last = flight
             if self._now(plan):
-                self._issue(batch, plan, ready, flight, known=True)
+                self._issue(batch, plan, ready, flight, partial(self._queue, plan, known=True))
             else:
                 self.waiting += 1
                 self._lanes.put(LANE, partial(self._issue_later, batch, plan, ready, flight))
@@ -135,7 +173,8 @@ class CollectiveStream:
                 return  # the Works have failed
             if not self._connected:
                 self._connect()
-            self._issue(batch, plan, ready, flight, known=self.communicator.knows(plan.calls))
+            known = self.communicator.knows(plan.calls)
+            self._issue(batch, plan, ready, flight, partial(self._queue, plan, known=known))
         except BrokenError as exc:
             self._on_error(exc)
         finally:
@@ -145,18 +184,18 @@ class CollectiveStream:
     def _issue(
         self,
         batch: Sequence[Submission],
-        plan: LoweredBatch,
+        plan: LoweredBatch | None,
         ready: Sequence[Event],
         flight: StreamPosition,
-        *,
-        known: bool,
+        queue: Callable[[], object],
     ) -> None:
+        """Have ``queue`` put the batch in the stream, behind ``ready``. ``plan`` is kept until the batch has passed."""
         stream = self.communicator.stream
         for event in ready:
             stream.wait(event)
             self._device.release(event)
         try:
-            self._queue(plan, stream, known=known)
+            queue()
         except Exception as exc:  # torch may lack memory or a kernel
             self._wreck.append((batch, plan))  # parts of the batch may be in flight
             if not isinstance(exc, BrokenError):
@@ -167,14 +206,15 @@ class CollectiveStream:
         flight.issue(event)
         self._poller.watch(stream.handle, event, partial(self._passed, batch, plan, flight))
 
-    def _queue(self, plan: LoweredBatch, stream: DeviceStream, *, known: bool) -> None:
+    def _queue(self, plan: LoweredBatch, stream: DeviceStream | None = None, *, known: bool) -> None:
+        stream = self.communicator.stream if stream is None else stream
         _run(plan.before, stream)
         if plan.calls:
             self.communicator.issue(plan.calls, stream=stream, known=known)
         _run(plan.after, stream)
 
     def _passed(
-        self, batch: Sequence[Submission], plan: LoweredBatch, flight: StreamPosition, error: BrokenError | None
+        self, batch: Sequence[Submission], plan: LoweredBatch | None, flight: StreamPosition, error: BrokenError | None
     ) -> None:  # the callback keeps ``plan`` and its memory until now
         flight.pass_()
         self.in_flight.passed(flight)
@@ -196,7 +236,10 @@ class CollectiveStream:
 
     def _not_begun(self, entry: Entry, exc: Exception) -> None:
         """Break the comm: a collective failed to start after waiting for its memory."""
-        op = _all_of(entry.batch) if entry.batch else Barrier()
+        self.broken(_all_of(entry.batch) if entry.batch else Barrier(), exc)
+
+    def broken(self, op: Op, exc: BaseException) -> None:
+        """Break the comm: ``op`` is half done."""
         self._on_error(exc if isinstance(exc, BrokenError) else _not_started(op, exc))
 
     # -- capturing and estimating --------------------------------------------------------------------------------------
@@ -323,7 +366,7 @@ def _all_of(batch: Sequence[Submission]) -> Op:
     return batch[0].op if len(batch) == 1 else GroupedOp(tuple([submission.op for submission in batch]))
 
 
-def _not_started(op: Op, exc: Exception) -> BackendError:
+def _not_started(op: Op, exc: BaseException) -> BackendError:
     error = BackendError(f"nccl could not start {op}: {type(exc).__name__}: {exc}")
     error.__cause__ = exc
     return error

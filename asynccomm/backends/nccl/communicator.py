@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
 from torch import Tensor
@@ -26,6 +27,16 @@ END_SECONDS: Final = 10.0  # for NCCL to end a communicator; after this, its thr
 T = TypeVar("T")
 
 _log = logging.getLogger("asynccomm")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DirectCall:
+    """A collective of one tensor that is one NCCL call, without the memory: from :meth:`Communicator.direct_call`."""
+
+    function: Callable[..., None]
+    numbers: tuple[int, ...]  #: the arguments behind the memory: count, dtype, and reduction or root
+    kinds: frozenset[tuple[object, ...]]  #: the properties that decide how NCCL connects
 
 
 @final
@@ -85,6 +96,38 @@ class Communicator:
             with self._lock:
                 self._users -= 1
                 self._lock.notify_all()
+
+    def direct_call(self, calls: Sequence[NcclCall], source: int, target: int) -> DirectCall | None:
+        """The only one of ``calls``, if it goes from ``source`` to ``target`` and needs nothing made."""
+        if len(calls) != 1 or calls[0].factor is not None:
+            return None
+        (call,) = calls
+        if (_pointer(call.source), _pointer(call.target)) != (source, target):
+            return None
+        nccl = self._nccl
+        numbers = [call.count, nccl.dtypes[call.dtype]]
+        if call.reduction is not None:
+            numbers.append(nccl.reductions[call.reduction])
+        if call.peer >= 0:
+            numbers.append(call.peer)
+        return DirectCall(getattr(nccl, call.name), tuple(numbers), frozenset(_kinds(calls)))
+
+    def knows_direct(self, call: DirectCall) -> bool:
+        """As :meth:`knows`."""
+        return self._blocking and call.kinds <= self._known
+
+    def issue_direct(self, call: DirectCall, source: int, target: int) -> None:
+        """Queue a call that the communicator knows, from address to address. Raises: BackendError."""
+        nccl = self._nccl
+        with self._device.here(), self._inside() as handle, ISSUING:
+            nccl.group_start()
+            try:
+                call.function(source, target, *call.numbers, handle, self.stream.handle)
+            except BaseException:
+                with contextlib.suppress(AsyncCommError):
+                    nccl.group_end()  # raises as well, and runs nothing
+                raise
+            nccl.group_end()
 
     def knows(self, calls: Sequence[NcclCall]) -> bool:
         """Whether NCCL has issued calls of these kinds before, and so issues ``calls`` without blocking.
