@@ -130,7 +130,7 @@ class CollectiveStream:
         """Issue a call; None if it must wait for anything: then nothing has happened. Under the comm's lock.
 
         Args:
-            memory: the addresses of what it reads and what it writes.
+            memory: the addresses of its source and its target.
             make: numbers the call, and makes its submission.
         """
         with self._lock:
