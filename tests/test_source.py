@@ -126,6 +126,26 @@ def test_every_module_has_its_tests() -> None:
         assert path.exists(), f"{name} has no {path.relative_to(ROOT)}"
 
 
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+
+
+def test_new_tensors_name_their_device() -> None:
+    """Else they are made on torch's default device, which a program may set to a GPU."""
+    nameless = []
+    for name, path in MODULES.items():
+        if name.startswith(("benchmarks", "testing.conformance")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=attribute)) if attribute in FACTORIES:
+                    if not {"device", None} & {keyword.arg for keyword in node.keywords}:
+                        nameless.append(f"{name}:{node.lineno}")
+    assert not nameless
+
+
 def test_a_class_name_means_one_class() -> None:
     found: dict[str, list[str]] = {}
     for name, path in MODULES.items():

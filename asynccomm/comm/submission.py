@@ -70,7 +70,7 @@ class Submitter:
         #: the last calls that were numbered; ``in_flight.ended`` has the ends of those without a time of the end
         self.recent: CallLog[Called] = CallLog((), in_flight.recorded)
         self._compare: Callable[[Work[Any], int], object] | None = None
-        self.compares = False  #: whether each operation is compared with those of the other ranks
+        self.compares: bool = False  #: whether each operation is compared with those of the other ranks
         self._aside = 0  # operations that do not use the backend
         self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
 

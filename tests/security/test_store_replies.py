@@ -119,7 +119,9 @@ async def test_a_client_of_a_server_that_speaks_nonsense(seed: int) -> None:
     server = Server(choose)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     async with listening, asyncio.timeout(20):
-        client = await StoreClient.connect("127.0.0.1", listening.sockets[0].getsockname()[1], timeout=0.2)
+        client = await StoreClient.connect(
+            "127.0.0.1", listening.sockets[0].getsockname()[1], timeout=0.2, connect_timeout=10.0
+        )
         for _ in range(10):
             calls: list[Any] = [client.get("a", 0.05), client.wait(["b", "c"], 0.05), client.multi_get(["d"], 0.05)]
             with contextlib.suppress(StoreError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
 from torch.autograd import profiler
@@ -29,21 +29,6 @@ REMEMBERED: Final = 4096  # operations
 DEPTH: Final = 3  # frames from call_site() to the user's call: call_site, ``submit``, and a method
 _CHECKS: Final = frozenset({AllReduce.of, Broadcast.of, dims.all_gather_single, dims.reduce_scatter_single})
 _UNPLANNED: Final[Any] = None  # the Work of a submission that is only looked at
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Making:
-    """Makes the submission of a call once the call is sure to be issued. Under the comm's lock."""
-
-    calls: DirectCalls
-    call: Call
-    site: CallSite | None
-    started: float
-
-    def __call__(self) -> Submission:
-        call = self.call
-        return Submission(call, self.calls.number(call, call.op.nbytes, self.site, self.started))
 
 
 @final
@@ -101,7 +86,7 @@ class DirectCollectives:
         try:
             if counts.closed:
                 return None
-            work = self._collectives.begin_direct(known, memory, _Making(calls, call, site, started))
+            work = self._collectives.begin_direct(known, memory, partial(_numbered, calls, call, site, started))
             if work is not None:
                 calls.numbered(call, work)
         except BaseException as exc:
@@ -121,7 +106,7 @@ class DirectCollectives:
 def _memory(call: Call) -> tuple[int, int] | None:
     """Where a call reads and writes, if that is one plain tensor, or two that are apart."""
     inputs, outputs = call.inputs or call.outputs, call.outputs or call.inputs
-    if len(inputs) != 1 or len(outputs) != 1 or not is_plain(inputs[0]):
+    if len(inputs) != 1 or len(outputs) != 1 or call.copies or not is_plain(inputs[0]):
         return None
     read = inputs[0].data_ptr()
     if inputs[0] is outputs[0]:
@@ -131,3 +116,8 @@ def _memory(call: Call) -> tuple[int, int] | None:
     written = outputs[0].data_ptr()
     apart = read + inputs[0].nbytes <= written or written + outputs[0].nbytes <= read
     return (read, written) if apart else None
+
+
+def _numbered(calls: DirectCalls, call: Call, site: CallSite | None, started: float) -> Submission:
+    """The submission of a call that is sure to be issued. Under the comm's lock."""
+    return Submission(call, calls.number(call, call.op.nbytes, site, started))

@@ -28,7 +28,7 @@ class Capabilities:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes three times as long to make, and a list of tensors has hundreds
 class NcclCall:
     """One NCCL call in a group."""
 

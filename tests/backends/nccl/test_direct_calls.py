@@ -64,6 +64,11 @@ def averaged(comm: Comm) -> tuple[Work[Any], Tensor, list[float]]:
     return comm.all_reduce(tensor.detach(), ReduceOp.AVG), tensor, [1.5] * 3
 
 
+def put_elsewhere(comm: Comm) -> tuple[Work[Any], Tensor, list[float]]:
+    output = torch.zeros(3)
+    return comm.all_reduce(torch.full((3,), comm.rank + 1.0), out=output), output, [3.0] * 3
+
+
 def sent(comm: Comm) -> tuple[Work[Any], Tensor, list[float]]:
     tensor = torch.full((3,), comm.rank + 1.0)
     return comm.broadcast(tensor, 1), tensor, [2.0] * 3
@@ -80,7 +85,7 @@ def scattered(comm: Comm) -> tuple[Work[Any], Tensor, list[float]]:
     return work, output, [[1.0, 3.0], [5.0, 7.0]][comm.rank]
 
 
-@pytest.mark.parametrize("make", [reduced, averaged, sent, gathered, scattered])
+@pytest.mark.parametrize("make", [reduced, averaged, put_elsewhere, sent, gathered, scattered])
 async def test_repeated_calls_are_direct(world: World, ordinary: Ordinary, make: Make) -> None:
     async with world(2) as comms:
         assert all(isinstance(comm._fast, DirectCollectives) for comm in comms)
