@@ -11,26 +11,13 @@ from torch import Tensor
 
 from asynccomm import AsyncCommError, ReduceOp, Work
 from asynccomm.backends.hierarchical.direct_calls import DirectAllReduces
-from asynccomm.comm.submission import Submitter
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Call
+from tests.ordinary_path import noted
 from tests.pretended_hosts import comm_on
 
 REPEATED = 5
-
-
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[Work[Any]]:
-    """The Works that the ordinary path makes from now on."""
-    works: list[Work[Any]] = []
-    submit = Submitter.submit
-
-    def made(*arguments: Any) -> Work[Any]:
-        works.append(submit(*arguments))
-        return works[-1]
-
-    monkeypatch.setattr(Submitter, "submit", made)
-    return works
 
 
 def skip_unless_built() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from asynccomm import Comm, ReduceOp, Work
 from asynccomm.backends.nccl.direct_calls import DirectCollectives
-from asynccomm.comm.submission import Submitter
 from asynccomm.errors import AsyncCommError, BrokenError, CollectiveMismatchError
 from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Call
+from tests.ordinary_path import noted
 
 from .conftest import World
 from .test_backend import backend_of, until
@@ -27,16 +27,7 @@ Ordinary = list[Work[Any]]
 
 @pytest.fixture
 def ordinary(monkeypatch: pytest.MonkeyPatch) -> Ordinary:
-    """The Works that the ordinary path makes."""
-    works: Ordinary = []
-    submit = Submitter.submit
-
-    def made(*arguments: Any) -> Work[Any]:
-        works.append(submit(*arguments))
-        return works[-1]
-
-    monkeypatch.setattr(Submitter, "submit", made)
-    return works
+    return noted(monkeypatch)
 
 
 async def settled(comms: list[Comm]) -> None:
