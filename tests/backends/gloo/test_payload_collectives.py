@@ -1,6 +1,7 @@
 """Collectives of parcels, on real processes."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -136,10 +137,11 @@ async def test_collectives_that_differ_are_named(comm: Comm) -> None:
 
 @pytest.mark.ranks(2, backend="gloo", hints={"control": "off"})  # which would tell of it, too
 async def test_another_order_is_a_difference(comm: Comm) -> None:
-    works = [
-        collective(comm, Parcels("broadcast_object", giver=root), [parcel_of(0, 5)], Shelf())
-        for root in (comm.rank, 1 - comm.rank)
-    ]
+    works = []
+    for root in (comm.rank, 1 - comm.rank):
+        with contextlib.suppress(CollectiveMismatchError):  # of the first, if that is noticed before the second call
+            works.append(collective(comm, Parcels("broadcast_object", giver=root), [parcel_of(0, 5)], Shelf()))
+    assert works
     for work in works:
         with pytest.raises(CollectiveMismatchError, match=r"#0 differs: rank 0 .*\(root=0\).* rank 1 .*\(root=1\)"):
             await work
