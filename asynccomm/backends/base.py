@@ -281,6 +281,9 @@ class DirectCalls(Protocol):
     ) -> Work[Any]:
         """Submit ``check(group, *arguments)``."""
 
+    def submit_made(self, made: Call | Several, timeout: Any, hints: Any, tag: Any) -> Work[Any]:
+        """Submit calls that are checked already."""
+
     def adopt(
         self, run: object, arguments: Sequence[Any], result: object, site: CallSite | None, started: float
     ) -> Work[Any]:

@@ -51,6 +51,7 @@ class SubmitterCalls:
         self.in_flight: InFlight = submitter.in_flight
         self.lock: ReentrantLock = submitter.lock
         self.call: Callable[..., Work[Any]] = submitter.call
+        self.submit_made: Callable[..., Work[Any]] = submitter.submit_made
         self.number: Callable[[Call, int, CallSite | None, float], Work[Any]] = submitter.number
         self.numbered: Callable[[Call, Work[Any]], None] = submitter.numbered
         self.overdue: Callable[[Work[Any]], None] = submitter.overdue

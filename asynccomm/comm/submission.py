@@ -70,7 +70,6 @@ class Submitter:
         #: the last calls that were numbered; ``in_flight.ended`` has the ends of those without a time of the end
         self.recent: CallLog[Called] = CallLog((), in_flight.recorded)
         self._compare: Callable[[Work[Any], int], object] | None = None
-        self.compares: bool = False  #: whether each operation is compared with those of the other ranks
         self._aside = 0  # operations that do not use the backend
         self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
 
@@ -78,8 +77,12 @@ class Submitter:
         """Call ``compare(work, batch)`` with each later operation; ``batch`` as for ``Reporter.compare``."""
         self._compare = compare
         self.counts.detours += 1
-        self.compares = True
         self.recent = CallLog(self.recent, max(COMPARED, self.in_flight.recorded))
+
+    @property
+    def compares(self) -> bool:
+        """Whether each operation is compared with those of the other ranks."""
+        return self._compare is not None
 
     @property
     def error(self) -> AsyncCommError | None:

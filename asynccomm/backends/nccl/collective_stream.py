@@ -143,14 +143,9 @@ class CollectiveStream:
             submission.work.order = self._last = flight = StreamPosition(self._device)
             batch = (submission,)
             self.in_flight.note(flight, batch)
-            self._issue(batch, None, (ready,), flight, partial(self._queue_direct, direct, memory, submission.op))
+            queue = partial(self.communicator.issue_direct, direct, memory, submission.op)
+            self._issue(batch, None, (ready,), flight, queue)
         return submission.work
-
-    def _queue_direct(self, direct: DirectCall, memory: tuple[int, int], op: Op) -> None:
-        try:
-            self.communicator.issue_direct(direct, *memory)
-        except BrokenError as exc:
-            raise BackendError(f"nccl could not start {op}: {exc}") from exc
 
     def _start(
         self, batch: Sequence[Submission], plan: LoweredBatch, ready: Sequence[Event], flight: StreamPosition

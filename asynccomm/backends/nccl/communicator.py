@@ -17,6 +17,7 @@ from asynccomm.backends.nccl.api import CommHandle, Config, Nccl
 from asynccomm.backends.nccl.device import ISSUING, Device, DeviceStream
 from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.errors import AsyncCommError, BackendError
+from asynccomm.ops import Op
 from asynccomm.ops.reduce_op import RedOpType
 
 SPIN_SECONDS: Final = 200e-6  # spin before the first sleep: a launch by NCCL's own thread is faster than this
@@ -25,6 +26,7 @@ LEAVE_SECONDS: Final = 1.0  # for other threads to return from NCCL before the c
 END_SECONDS: Final = 10.0  # for NCCL to end a communicator; after this, its thread is abandoned
 
 T = TypeVar("T")
+Prepared = tuple[Callable[..., None], tuple[Any, ...]]
 
 _log = logging.getLogger("asynccomm")
 
@@ -116,18 +118,12 @@ class Communicator:
         """As :meth:`knows`."""
         return self._blocking and call.kinds <= self._known
 
-    def issue_direct(self, call: DirectCall, source: int, target: int) -> None:
-        """Queue a call that the communicator knows, from address to address. Raises: BackendError."""
-        nccl = self._nccl
+    def issue_direct(self, call: DirectCall, memory: tuple[int, int], op: Op) -> None:
+        """Queue a call that the communicator knows, from an address to an address. Raises: as ``issue``."""
         with self._device.here(), self._inside() as handle, ISSUING:
-            nccl.group_start()
-            try:
-                call.function(source, target, *call.numbers, handle, self.stream.handle)
-            except BaseException:
-                with contextlib.suppress(AsyncCommError):
-                    nccl.group_end()  # raises as well, and runs nothing
-                raise
-            nccl.group_end()
+            arguments = (*memory, *call.numbers, handle, self.stream.handle)
+            self._begin_group([(call.function, arguments)], lambda _: op)
+            self._nccl.group_end()
 
     def knows(self, calls: Sequence[NcclCall]) -> bool:
         """Whether NCCL has issued calls of these kinds before, and so issues ``calls`` without blocking.
@@ -185,9 +181,13 @@ class Communicator:
 
     def _start(self, calls: Sequence[NcclCall], handle: CommHandle, stream: int, made: list[int]) -> None:
         """Start a group of ``calls``; ends the group before raising. Adds new reductions to ``made``."""
-        nccl = self._nccl
         # all failures outside of NCCL happen here, before the group begins: half a group would hang
         prepared = [self._prepared(call, handle, stream, made) for call in calls]
+        self._begin_group(prepared, lambda at: calls[at].op)
+
+    def _begin_group(self, prepared: Sequence[Prepared], op_of: Callable[[int], Op | None]) -> None:
+        """Start a group of calls; ends the group before raising an error, with the operation of the failed call."""
+        nccl = self._nccl
         nccl.group_start()
         done = 0
         try:
@@ -197,14 +197,12 @@ class Communicator:
         except BaseException as exc:
             with contextlib.suppress(AsyncCommError):
                 nccl.group_end()  # raises as well, and runs nothing
-            op = calls[done].op
+            op = op_of(done)
             if op is None or not isinstance(exc, AsyncCommError):
                 raise
             raise BackendError(f"nccl could not start {op}: {exc}") from exc
 
-    def _prepared(
-        self, call: NcclCall, handle: CommHandle, stream: int, made: list[int]
-    ) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    def _prepared(self, call: NcclCall, handle: CommHandle, stream: int, made: list[int]) -> Prepared:
         nccl = self._nccl
         dtype = nccl.dtypes[call.dtype]
         function = getattr(nccl, call.name)

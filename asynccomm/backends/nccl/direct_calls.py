@@ -61,9 +61,8 @@ class DirectCollectives:
             if not (detours or counts.closed or counts.scopes or profiler._is_profiler_enabled):
                 started = time.monotonic()
                 site = call_site(DEPTH) if calls.records_sites else None
-                work = self._begin(check(calls.group, *arguments), site, started)
-                if work is not None:
-                    return work
+                made = check(calls.group, *arguments)
+                return self._begin(made, site, started) or calls.submit_made(made, None, None, None)
         return calls.call(timeout, hints, tag, check, *arguments)
 
     def flush(self, _: list[Any], /) -> None:
