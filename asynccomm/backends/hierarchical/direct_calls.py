@@ -9,6 +9,7 @@ agreed ordering, scopes, operations in flight.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, final
@@ -73,15 +74,14 @@ class DirectAllReduces:
         if check == _CHECK and timeout is None and hints is None and tag is None:
             tensor, reduction, out = arguments
             unusual = counts.closed or counts.detours or counts.scopes or profiler._is_profiler_enabled
-            if type(tensor) is Tensor and out is None and not unusual:
+            here = asyncio._get_running_loop() in (calls.mailbox.loop, None)
+            if type(tensor) is Tensor and out is None and here and not unusual:
                 known = self._known.get((tensor.dtype, tensor.numel(), id(reduction)))
                 if known is None:
                     self._learn(tensor, reduction)
-                elif known.kind is not None and not tensor.is_inference() and calls.lock.acquire(False):
-                    try:
+                elif known.kind is not None and not tensor.is_inference():
+                    with calls.lock:
                         work = self._begin(known.op, known.kind, tensor)
-                    finally:
-                        calls.lock.release()
                     if work is not None:
                         return work
         return calls.call(timeout, hints, tag, check, *arguments)

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, NoReturn, TypeVar, final
 
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.nccl import call_streams, estimates
@@ -119,7 +119,11 @@ class CollectiveStream:
 
     def direct_call(self, submission: Submission, source: int, target: int) -> DirectCall | None:
         """The call of a collective from address to address that can begin by :meth:`begin_direct`; None: it cannot."""
-        plan = self._lowered((submission,), self.communicator.stream)
+        plan = LoweredBatch(self._rank, self._size, self._ability, _no_memory)
+        try:
+            lower(submission, plan)
+        except _NeedsMemoryError:
+            return None
         if plan.before or plan.after:
             return None
         return self.communicator.direct_call(plan.calls, source, target)
@@ -347,6 +351,14 @@ class CollectiveStream:
                 )
             self.waiting += 1
         return await self._lanes.run(LANE, job, self._mailbox)
+
+
+class _NeedsMemoryError(Exception):
+    """A lowered operation has copies of its tensors."""
+
+
+def _no_memory(nbytes: int) -> NoReturn:
+    raise _NeedsMemoryError
 
 
 def _run(steps: Sequence[Step], stream: DeviceStream) -> None:

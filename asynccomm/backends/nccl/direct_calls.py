@@ -9,6 +9,7 @@ connects, and beside collectives of parcels, which may share its memory.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -57,8 +58,8 @@ class DirectCollectives:
         """See ``FastCalls.submit``."""
         calls, counts = self._calls, self._counts
         if check in _CHECKS and timeout is None and hints is None and tag is None:
-            detours = counts.detours > calls.compares
-            if not (detours or counts.closed or counts.scopes or profiler._is_profiler_enabled):
+            unusual = counts.detours > calls.compares or counts.scopes or profiler._is_profiler_enabled
+            if not (unusual or counts.closed) and asyncio._get_running_loop() in (calls.mailbox.loop, None):
                 started = time.monotonic()
                 site = call_site(DEPTH) if calls.records_sites else None
                 made = check(calls.group, *arguments)
@@ -71,7 +72,7 @@ class DirectCollectives:
     def _begin(self, call: Any, site: CallSite | None, started: float) -> Work[Any] | None:
         """Issue a checked call; None: it is not for this path, and nothing has happened."""
         memory = _memory(call) if type(call) is Call else None
-        if memory is None:
+        if memory is None or self._device.capturing():
             return None
         known = self._known.get(call.op)
         if known is None:
@@ -79,21 +80,18 @@ class DirectCollectives:
                 self._learn(call, memory)
             return None
         calls, counts = self._calls, self._counts
-        if self._device.capturing() or not calls.lock.acquire(False):
-            return None
-        before = counts.collectives
-        try:
-            if counts.closed:
-                return None
-            work = self._collectives.begin_direct(known, memory, partial(_numbered, calls, call, site, started))
-            if work is not None:
-                calls.numbered(call, work)
-        except BaseException as exc:
-            if counts.collectives != before:  # the other ranks may be in the operation already
-                self._broken(call.op, exc)
-            raise
-        finally:
-            calls.lock.release()
+        with calls.lock:
+            before = counts.collectives
+            try:
+                if counts.closed:
+                    return None
+                work = self._collectives.begin_direct(known, memory, partial(_numbered, calls, call, site, started))
+                if work is not None:
+                    calls.numbered(call, work)
+            except BaseException as exc:
+                if counts.collectives != before:  # the other ranks may be in the operation already
+                    self._broken(call.op, exc)
+                raise
         return work
 
     def _learn(self, call: Call, memory: tuple[int, int]) -> None:
@@ -103,7 +101,10 @@ class DirectCollectives:
 
 
 def _memory(call: Call) -> tuple[int, int] | None:
-    """Where a call reads and writes, if that is one plain tensor, or two that are apart."""
+    """Where a call reads and writes, if that is one plain tensor, or two that are apart, and the call has no factor."""
+    reduction = call.op.reduction
+    if reduction is not None and reduction.factor is not None:  # operations with factors are costly to compare
+        return None
     inputs, outputs = call.inputs or call.outputs, call.outputs or call.inputs
     if len(inputs) != 1 or len(outputs) != 1 or call.copies or not is_plain(inputs[0]):
         return None

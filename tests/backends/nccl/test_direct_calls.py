@@ -14,7 +14,7 @@ from asynccomm import Comm, ReduceOp, Work
 from asynccomm.backends.nccl.direct_calls import DirectCollectives
 from asynccomm.errors import AsyncCommError, BrokenError, CollectiveMismatchError
 from asynccomm.observe.watchers import Watcher
-from asynccomm.ops import Call
+from asynccomm.ops import AllReduce, Call
 from tests.ordinary_path import noted
 
 from .conftest import World
@@ -145,6 +145,53 @@ async def test_a_call_beside_parcels_waits_for_their_memory(world: World, ordina
         assert [tensor.tolist() for tensor in tensors] == [[3.0] * 6] * 2
         for parcel in parcels:
             assert (await parcel).tolist() == [1.0] * 6 + [2.0] * 6
+
+
+async def test_operations_with_factors_are_not_remembered(world: World) -> None:
+    async with world(1) as (comm,):
+        fast = comm._fast
+        assert isinstance(fast, DirectCollectives)
+        for factor in (2.0, torch.tensor([2.0]), 3.0):
+            await comm.all_reduce(torch.ones(4), ReduceOp.PREMUL_SUM(factor))
+        assert not fast._known
+
+
+async def test_a_call_is_learnt_without_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(1) as (comm,):
+        backend, fast = backend_of(comm), comm._fast
+        assert isinstance(fast, DirectCollectives)
+        made: list[int] = []
+        empty = backend.device.empty
+        monkeypatch.setattr(
+            backend.device, "empty", lambda nbytes, stream: (made.append(nbytes), empty(nbytes, stream))[1]
+        )
+        await comm.all_reduce(torch.ones(4, dtype=torch.int16), ReduceOp.AVG)
+        assert len(made) == 1, "that of the call"
+        assert list(fast._known.values()) == [None]
+
+
+async def test_nothing_is_learnt_in_a_capture(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(1) as (comm,):
+        backend, fast = backend_of(comm), comm._fast
+        assert isinstance(fast, DirectCollectives)
+        await comm.all_reduce(torch.ones(4))
+        learnt = dict(fast._known)
+        monkeypatch.setattr(backend.device, "capturing", lambda: True)
+        for _ in range(2):
+            call = AllReduce.of(comm._group, torch.ones(5), ReduceOp.SUM)
+            assert fast._begin(call, None, 0.0) is None
+        assert fast._known == learnt
+
+
+async def test_a_call_in_another_loop_is_refused_as_ever(world: World) -> None:
+    async with world(1) as (comm,):
+        await connected([comm], lambda comm: comm.all_reduce(torch.zeros(4)))
+
+        async def elsewhere() -> None:
+            with pytest.raises(RuntimeError, match="another event loop"):
+                comm.all_reduce(torch.zeros(4))
+
+        await asyncio.to_thread(asyncio.run, elsewhere())
 
 
 async def test_a_call_that_fails_breaks_the_comm(world: World, ordinary: Ordinary) -> None:
