@@ -66,9 +66,10 @@ class Delivery:
         return landings
 
     def finish(self) -> None:
-        """Copy the complete payloads to their places. The backend then settles the Work with ``error``."""
+        """Copy the complete payloads to their places. The backend then settles the Work with ``error``.
+
+        The delivery keeps the memory that it copies from: on a device the copies are only queued by now.
+        """
         if self.error is None:
             for copy in (*self._copies, *self._lands):
                 copy()
-        self._copies.clear()
-        self._lands = ()

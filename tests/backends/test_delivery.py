@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -59,6 +60,22 @@ def test_what_a_rank_gives_itself_may_share_memory() -> None:
         assert result[0] is target
         assert target.equal(expected)
         whole.copy_(before)
+
+
+def test_the_memory_of_copies_is_kept() -> None:
+    """On a device ``finish`` only queues them."""
+    output = torch.zeros(4, 2)[:, 0]
+    received = submission(scatter_v(group(0), output, None, 1))
+    delivery = Delivery(received)
+    places = delivery.accept(1, scatter_v(group(1), None, [torch.ones(4)] * SIZE, 1).parcels[0].head, {1: 16})
+    assert places is not None, delivery.error
+    (place,) = [weakref.ref(place.untyped_storage()) for place in places]
+    assert places[0].data_ptr() != output.data_ptr()
+    del places
+    delivery.finish()
+    assert place() is not None
+    del delivery, received
+    assert place() is None
 
 
 def test_what_goes_is_what_was_there_before_anything_came() -> None:

@@ -9,6 +9,11 @@ messages, because a caller's stream may wait for a later operation of a peer tha
 are on the host only use no stream. A collective that has waited for its memory starts long after its call, and the
 caller's stream may by then hold work that waits for later operations; so the collective follows that stream as of the
 call, and makes all its copies on the stream for collectives.
+
+Payloads arrive on the streams of ``transfers``, which wait for the caller's stream only. So new memory for payloads is
+taken from torch's cache for a stream that never runs anything: in the cache for one of the streams above, memory counts
+as free as soon as the host has dropped it, though copies queued on that stream may still use it. For the same reason
+each task keeps its memory until the host has seen the last copy pass.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ class PointToPoint:
     """The messages and parcel collectives of one rank.
 
     Args:
-        new_stream: makes a stream, for new memory and for copies of received data.
+        new_stream: makes a stream, for copies of received data or for new memory.
         on_error: called with each error that breaks the comm.
     """
 
@@ -70,6 +75,7 @@ class PointToPoint:
         self._rank, self._size, self._device, self._side, self._transfers = rank, size, device, side, transfers
         self._poller, self._lanes, self._on_error = poller, lanes, on_error
         self._for_messages, self._for_collectives = new_stream(), new_stream()
+        self._for_memory = new_stream()  # runs nothing
         self._turns = Sequencer()
 
     def submit(self, submission: Submission, stream: DeviceStream, flight: StreamPosition) -> Work[None]:
@@ -148,6 +154,7 @@ class PointToPoint:
             at = own
             own.wait(called)
             self._device.release(called)
+        given = [submission.copies, submission.parcels]  # the delivery replaces tensors that it copies
         with self._device.here(), self._device.allocating(at):
             delivery = Delivery(submission)
             envelopes = [self._segments(parcel) for parcel in submission.parcels]
@@ -156,16 +163,25 @@ class PointToPoint:
         parts = 1 + len(takers) + bool(givers) + (called is not None)
         task = _PayloadTask(self._device, submission, stream, own, at.record(), envelopes, parts, delivery, over)
         if called is not None:
-            self._await_copies(task)
+            self._await_copies(task, given)
         taking = partial(self._take_parcels, task) if givers else None
         return self._told(task, op, self._parcels_for(task, op, takers), taking)
 
-    def _await_copies(self, task: _PayloadTask) -> None:
-        """Make ``task`` wait for its copies so far, which the caller's stream does not follow."""
+    def _await_copies(self, task: _PayloadTask, kept: list[Any]) -> None:
+        """Make ``task`` wait for its copies so far, which the caller's stream does not follow.
+
+        Args:
+            kept: the tensors that they read.
+        """
         for tensor in task.delivery.made:
             if self._device.owns(tensor):
                 self._device.lend(tensor, task.stream)
-        self._poller.watch(task.own.handle, task.ready, task.part_done)
+
+        def passed(error: BrokenError | None) -> None:
+            kept.clear()
+            task.part_done(error)
+
+        self._poller.watch(task.own.handle, task.ready, passed)
 
     def _parcels_for(self, task: _PayloadTask, op: Parcels, takers: Sequence[int]) -> list[Parcel]:
         """The parcels of ``task`` for the side channel."""
@@ -254,7 +270,7 @@ class PointToPoint:
             task.part_done(None)
             return
         (output,) = task.outputs
-        with self._device.here(), self._device.allocating(task.own):
+        with self._device.here(), self._device.allocating(self._for_memory):
             memory, copy = arithmetic.landing(output)
         landing = RecvBuffer(bytes_of(memory), [] if copy is None else [copy])
         self._transfers.accept(source, envelope.number + self._rank, [landing], task.ready, flight, task.part_done)
@@ -272,11 +288,11 @@ class PointToPoint:
         on_device = task.gives_device_memory
         for source, envelope in envelopes.items():
             on_device |= envelope.on_device
-            with self._device.here(), self._device.allocating(task.own):
+            with self._device.here(), self._device.allocating(self._for_memory):
                 places = delivery.accept(source, envelope.head, lengths)
                 if isinstance(delivery.error, BrokenError):
                     raise delivery.error
-                landings = [] if places is None else self._landings(task.own, envelope, places, steps)
+                landings = [] if places is None else self._landings(envelope, places, steps)
             for place in places or ():
                 if self._device.owns(place):
                     on_device = True
@@ -306,9 +322,7 @@ class PointToPoint:
                 task.own.wait(task.ready)  # a transfer would have done so
             all_here.end(None)
 
-    def _landings(
-        self, stream: DeviceStream, envelope: Envelope, places: Sequence[Tensor], steps: list[Step]
-    ) -> list[RecvBuffer]:
+    def _landings(self, envelope: Envelope, places: Sequence[Tensor], steps: list[Step]) -> list[RecvBuffer]:
         """The receive buffer of each segment on the sender's device.
 
         Adds the copies from segments that cannot arrive in their final memory to ``steps``.
@@ -324,7 +338,7 @@ class PointToPoint:
                 landings.append(RecvBuffer(pieces[0]))
                 continue
             else:
-                source = self._device.empty(nbytes, stream)
+                source = self._device.empty(nbytes, self._for_memory)
                 landings.append(RecvBuffer(source))
             parts = source.split_with_sizes([len(piece) for piece in pieces])
             steps += [partial(arithmetic.write, piece, part) for piece, part in zip(pieces, parts, strict=True)]
@@ -374,7 +388,7 @@ class _PayloadTask:
         self._countdown = Latch(parts, self._end)
         self.envelopes = envelopes  #: the payloads to send
         self.stream = stream  #: the caller's stream
-        self.own = own  #: the stream for new memory and copies
+        self.own = own  #: the stream for copies
         #: event behind the caller's queued work and the making of ``envelopes``; the task owns it
         self.ready = ready
         self.on_device = False  #: whether any received payload, or its destination, is on the device

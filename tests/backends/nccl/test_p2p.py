@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import struct
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from asynccomm import AbortedError, BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
 from asynccomm.ops import Call, MessageSpace, Parcel, Parcels, SendParcel
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
-from tests.backends.gloo.parcels import Shelf, collective, joined, recv, send
+from tests.backends.gloo.parcels import Shelf, collective, joined, recv, send, submit
 from tests.sampling import some
 from tests.waiting import until
 
@@ -146,6 +148,67 @@ async def test_what_is_on_the_host_waits_for_the_memory_that_it_is_to_come_into(
         gate.set()
         await work
         assert torch.equal(target, data(20)[:12])
+
+
+async def test_new_memory_belongs_to_a_stream_that_runs_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch hands out memory of a stream again while work queued on that stream may still use it."""
+    async with world(2) as (giver, taker):
+        device, allocated = backend_of(taker).device, list[SimulatedStream]()
+
+        def allocating(stream: SimulatedStream) -> contextlib.AbstractContextManager[object]:
+            allocated.append(stream)
+            return contextlib.nullcontext()
+
+        monkeypatch.setattr(device, "allocating", allocating)
+        monkeypatch.setattr(device, "empty", lambda n, stream: allocating(stream) and torch.empty(n, dtype=torch.uint8))
+        busy: set[int] = set()
+        attempt = SimulatedStream.attempt
+
+        def queue(stream: SimulatedStream, step: Callable[[], bool]) -> None:
+            busy.add(stream.handle)
+            attempt(stream, step)
+
+        monkeypatch.setattr(SimulatedStream, "attempt", queue)
+        shelf = cut([8, 9, 11, 6], gaps=True)  # pieces of two segments on the device, with gaps
+        await asyncio.gather(send(giver, of(0, [13, 21]), 1), recv(taker, shelf, 0))
+        assert torch.equal(shelf.got(0), joined(of(0, [13, 21]).tensors))
+        output = strided(torch.zeros(3, 4))
+        await asyncio.gather(giver.send(torch.ones(3, 4), 1), taker.recv(output, 0))
+        assert output.eq(1).all()
+        assert len(allocated) >= 3, "the memory of the message, and of two segments and their places"
+        assert busy
+        assert not busy & {stream.handle for stream in allocated}
+
+
+async def test_tensors_are_kept_until_a_late_copy_has_passed(world: World) -> None:
+    """A collective that has waited for its memory reads it on a stream that the caller's stream does not know of."""
+    async with world(2) as comms:
+        backends = [backend_of(comm) for comm in comms]
+        all_reduces, copies = threading.Event(), threading.Event()
+        await asyncio.gather(*(comm.all_reduce(torch.ones(8)) for comm in comms))
+        reduced, rows = list[Awaitable[Any]](), list[Awaitable[Any]]()
+        rooms, copied = list[Tensor](), list[weakref.ref[object]]()
+        for comm, backend in zip(comms, backends, strict=True):
+            backend._collectives.communicator.stream.put(all_reduces.wait)  # type: ignore[attr-defined]
+            backend._messenger._for_collectives.put(copies.wait)  # type: ignore[attr-defined]
+            given, room = torch.ones(8), torch.zeros(8)
+            reduced.append(comm.all_reduce(given))
+            parcel = Parcel(b"", (room,))
+            op = Parcels("rows", True)
+            rows.append(submit(comm, Call(op, (), (), None, None, (parcel,), Shelf(), copies=((room.copy_, given),))))
+            rooms.append(room)
+            copied.append(weakref.ref(given.untyped_storage()))
+        del given
+        assert all(backend._in_flight.waiting for backend in backends)
+        all_reduces.set()
+        await until(lambda: not any(backend._in_flight.waiting for backend in backends))
+        assert all(room.eq(2).all() for room in rooms)
+        while reduced:
+            await reduced.pop()  # without keeping it: it holds its result
+        assert all(reference() is not None for reference in copied)
+        copies.set()
+        await asyncio.gather(*rows)
+        await until(lambda: all(reference() is None for reference in copied))
 
 
 # -- collectives ---------------------------------------------------------------------------------------------------
