@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
@@ -42,6 +42,53 @@ class DirectCall:
 
 
 @final
+class _SharedHandle:
+    """A communicator's handle, and the number of threads that are in NCCL calls with it: a context for each call.
+
+    ``with`` gives the handle, which :meth:`take` returns only after all contexts, or after LEAVE_SECONDS. Not a
+    generator, which would take several times as long: the context is on the path of every call.
+    """
+
+    __slots__ = ("_handle", "_left", "_lock", "_over", "_users")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
+        self._handle: CommHandle | None = None
+        self._users = 0
+        self._over = False
+
+    def __enter__(self) -> CommHandle:
+        with self._lock:
+            handle = self._handle
+            if handle is None:
+                raise BackendError("the NCCL communicator was ended")
+            self._users += 1
+        return handle
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._over:
+                self._left.notify_all()
+
+    def put(self, handle: CommHandle) -> bool:
+        """Set the handle; False: :meth:`take` was called before."""
+        with self._lock:
+            if not self._over:
+                self._handle = handle
+        return not self._over
+
+    def take(self) -> CommHandle | None:
+        """The handle, for its end; later contexts raise BackendError."""
+        with self._lock:
+            self._over = True
+            handle, self._handle = self._handle, None
+            self._left.wait_for(lambda: not self._users, LEAVE_SECONDS)
+        return handle
+
+
+@final
 class Communicator:
     """One rank of a communicator, and the stream it runs on.
 
@@ -53,23 +100,16 @@ class Communicator:
         self._nccl = nccl
         self._device = device
         self.stream = stream
-        self._handle: CommHandle | None = None
+        self._shared = _SharedHandle()
         self._blocking = True
         self._known: set[tuple[object, ...]] = set()
-        self._users = 0  # threads in NCCL calls with the handle
-        self._lock = threading.Condition()  # guards the handle and the count of its users
-        self._over = False
 
     def open(self, size: int, rank: int, unique_id: bytes, config: Config) -> None:
         """Connect to the other ranks. Blocks. Raises: BackendError."""
         self._blocking = config.blocking
         with self._device.here():
             handle = self._nccl.init(size, rank, unique_id, config)
-            with self._lock:
-                over = self._over
-                if not over:
-                    self._handle = handle
-            if over:  # ended during init
+            if not self._shared.put(handle):  # ended during init
                 self._nccl.abort(handle)
             self._until_ready()
 
@@ -81,23 +121,8 @@ class Communicator:
 
     def ready(self) -> bool:
         """Whether the communicator has no call in progress. Raises: BackendError if a call or an operation failed."""
-        with self._inside() as handle:
+        with self._shared as handle:
             return self._nccl.progress(handle)
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[CommHandle]:
-        """The handle, which :meth:`take` returns only after this context, or after LEAVE_SECONDS."""
-        with self._lock:
-            handle = self._handle
-            if handle is None:
-                raise BackendError("the NCCL communicator was ended")
-            self._users += 1
-        try:
-            yield handle
-        finally:
-            with self._lock:
-                self._users -= 1
-                self._lock.notify_all()
 
     def direct_call(self, calls: Sequence[NcclCall], source: int, target: int) -> DirectCall | None:
         """The only one of ``calls``, if it goes from ``source`` to ``target`` and needs nothing made."""
@@ -120,7 +145,7 @@ class Communicator:
 
     def issue_direct(self, call: DirectCall, memory: tuple[int, int], op: Op) -> None:
         """Queue a call that the communicator knows, from an address to an address. Raises: as ``issue``."""
-        with self._device.here(), self._inside() as handle, ISSUING:
+        with self._device.here(), self._shared as handle, ISSUING:
             arguments = (*memory, *call.numbers, handle, self.stream.handle)
             self._begin_group([(call.function, arguments)], lambda _: op)
             self._nccl.group_end()
@@ -140,7 +165,7 @@ class Communicator:
         nccl = self._nccl
         where = (self.stream if stream is None else stream).handle
         made: list[int] = []  # reductions
-        with self._device.here(), self._inside() as handle, ISSUING if known else contextlib.nullcontext():
+        with self._device.here(), self._shared as handle, ISSUING if known else contextlib.nullcontext():
             try:
                 self._start(calls, handle, where, made)
                 nccl.group_end()
@@ -157,7 +182,7 @@ class Communicator:
 
         For one thread at a time. Raises: BackendError.
         """
-        with self._device.here(), self._inside() as handle:
+        with self._device.here(), self._shared as handle:
             result = call(handle, self.stream.handle)
             self._until_ready()
         return result
@@ -170,7 +195,7 @@ class Communicator:
         """
         nccl, stream = self._nccl, self.stream.handle
         made: list[int] = []  # reductions
-        with self._device.here(), self._inside() as handle, ISSUING if known else contextlib.nullcontext():
+        with self._device.here(), self._shared as handle, ISSUING if known else contextlib.nullcontext():
             try:
                 self._start(calls, handle, stream, made)
                 return nccl.group_estimate()
@@ -224,11 +249,7 @@ class Communicator:
 
     def take(self) -> CommHandle | None:
         """Take the handle in order to end it; later calls fail. From any thread; blocks for up to LEAVE_SECONDS."""
-        with self._lock:
-            self._over = True
-            handle, self._handle = self._handle, None
-            self._lock.wait_for(lambda: not self._users, LEAVE_SECONDS)
-        return handle
+        return self._shared.take()
 
 
 def _memory(call: NcclCall) -> Tensor:

@@ -152,7 +152,7 @@ async def test_an_error_that_comes_later_is_seen_while_something_hangs(world: Wo
         await asyncio.gather(*(comm.all_reduce(torch.ones(4)) for comm in comms))
         backend = backend_of(comms[0])
         work = comms[0].all_reduce(torch.ones(4))  # rank 1 does not come
-        handle = backend._collectives.communicator._handle
+        handle = backend._collectives.communicator._shared._handle
         assert handle is not None
         handle.error = "NCCL could not go on: remote process exited or there was a network error"  # type: ignore[attr-defined]
         with pytest.raises(BackendError, match="network error"):

@@ -532,7 +532,7 @@ def test_taking_waits_for_those_inside(
 ) -> None:
     monkeypatch.setattr(module, "LEAVE_SECONDS", SECONDS)
     thread = end_all(library, gpu, [opened], abort=True)  # type: ignore[arg-type]
-    until(lambda: opened._handle is None)
+    until(lambda: opened._shared._handle is None)
     with pytest.raises(BackendError, match="was ended"):
         opened.ready()  # nobody comes in any more
     assert "abort" not in library.names

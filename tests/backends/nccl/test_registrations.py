@@ -19,7 +19,7 @@ from .test_backend import backend_of, until
 
 def registered(comm: Comm) -> list[tuple[int, int]]:
     """The memory that NCCL knows of, by address and size."""
-    handle = backend_of(comm)._collectives.communicator._handle
+    handle = backend_of(comm)._collectives.communicator._shared._handle
     assert isinstance(handle, SimulatedComm)
     return sorted(handle.registered.values())
 

@@ -394,7 +394,7 @@ async def test_the_collectives_have_a_communicator_of_their_own(world: World) ->
             backend = comm.unsafe_get_backend()
             assert isinstance(backend, SimulatedBackend)
             assert backend.nccl.calls.count("init") == 3, "one for collectives, one for each direction"
-            handle: Any = backend._collectives.communicator._handle
+            handle: Any = backend._collectives.communicator._shared._handle
             assert handle.collectives == 0
             assert not handle.messages
 
