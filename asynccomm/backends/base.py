@@ -90,6 +90,7 @@ class Submission:
     parcels: tuple[Parcel, ...] = ()
     place: PayloadAllocator | None = None
     begin: Begin | None = None
+    keep: Callable[[], object] | None = None
     copies: tuple[tuple[Fill, Tensor], ...] = ()  #: functions and the tensors they copy: ``hazards.load``, once
     #: the result of ``Backend.call_context`` at the call, if the call came before the submission; for a fused operation
     #: a tuple of the results at its members' calls
@@ -123,6 +124,8 @@ class Submission:
             self.place = call.place
         if call.begin is not None:
             self.begin = call.begin
+        if call.keep is not None:
+            self.keep = call.keep
         if call.copies:
             self.copies = tuple([(fill, tensor.detach()) for fill, tensor in call.copies])
         if call.parcels or call.expected:

@@ -66,10 +66,13 @@ class Delivery:
         return landings
 
     def finish(self) -> None:
-        """Copy the complete payloads to their places. The backend then settles the Work with ``error``.
+        """Copy the complete payloads, and this rank's own share, to their places.
 
-        The delivery keeps the memory that it copies from: on a device the copies are only queued by now.
+        The backend then settles the Work with ``error``. The delivery keeps the memory that it copies from: on a device
+        the copies are only queued by now.
         """
         if self.error is None:
+            if self._submission.keep is not None:
+                self._submission.keep()
             for copy in (*self._copies, *self._lands):
                 copy()

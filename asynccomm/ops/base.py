@@ -170,8 +170,9 @@ class PayloadAllocator(Protocol):
         """Tensors for the payload of the parcel from rank ``source``: together as many bytes as the payload.
 
         A backend calls the allocator once for each arriving parcel, in order for each source, from any thread, never
-        twice at the same time for one operation. The allocator must not block. An exception fails this rank's Work and
-        discards the payload; nothing else is affected, unless the exception is a BrokenError.
+        twice at the same time for one operation. The allocator must neither block nor write to any tensor. An exception
+        fails this rank's Work and discards the payload; nothing else is affected, unless the exception is a
+        BrokenError.
 
         Args:
             head: the head of the parcel.
@@ -198,6 +199,9 @@ class Call(NamedTuple):
     #: the outputs to be filled: those of the call, or stand-ins for outputs that share memory; returns the new device
     #: tensors that it allocated for the result
     begin: Begin | None = None
+    #: called when all parcels have arrived, to copy this rank's own share to the result: ``place`` only allocates, so
+    #: that a device need not run anything before the parcels
+    keep: Callable[[], object] | None = None
     #: pairs of a function and a tensor of the caller: when the operation takes effect, the function gets the tensor and
     #: fills memory of the call's own, in which some of ``inputs`` or of the parcels' payloads lie. At the call, an
     #: earlier operation may still be writing the tensor

@@ -211,7 +211,8 @@ class _Concatenated:
         """The call that sends ``shares``: one for all ranks, or one for each rank."""
         parcels = tuple([self._parcel(share) for share in shares])
         begin = partial(self.begin, 0 if op.shared else self._rank)
-        return Call(op, (), tuple(self._given or ()), self, value, parcels, self.place, expected, begin)
+        outputs = tuple(self._given or ())
+        return Call(op, (), outputs, self, value, parcels, self.place, expected, begin, self.keep)
 
     def _parcel(self, parts: Sequence[Tensor]) -> Parcel:
         extent = parts[0].shape[self._dims[0]]
@@ -227,6 +228,13 @@ class _Concatenated:
         self._make_parts({})
         assert self._outputs is not None
         return () if outputs else self._outputs
+
+    def keep(self) -> None:
+        """Copy this rank's own parts into the outputs."""
+        if self._parts:  # unless all payloads were empty
+            for mine, own in zip(self._parts[self._rank], self._own, strict=True):
+                put(mine, own)
+        self._own = ()
 
     def place(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         if len(head) != _ROWS.size:
@@ -245,7 +253,7 @@ class _Concatenated:
         return self._parts[source]
 
     def _make_parts(self, others: Mapping[int, int]) -> None:
-        """Allocate the outputs, now that all extents are known, and copy this rank's own parts into them."""
+        """Allocate the outputs, now that all extents are known."""
         extents = {**others, self._rank: self._extents[self._rank]}
         ranks = sorted(extents)
         self._make_room(sum(extents.values()))
@@ -255,9 +263,6 @@ class _Concatenated:
             for output, dim in zip(self._outputs, self._dims, strict=True)
         ]
         self._parts = {rank: [parts[i] for parts in views] for i, rank in enumerate(ranks)}
-        for mine, own in zip(self._parts[self._rank], self._own, strict=True):
-            put(mine, own)
-        self._own = ()
 
     def _make_room(self, total: int) -> None:
         shapes = [[*shape[:dim], total, *shape[dim + 1 :]] for shape, dim in zip(self._shapes, self._dims, strict=True)]

@@ -44,6 +44,8 @@ def bring(call: Call, parcels: dict[int, Parcel]) -> Any:
         for place, tensor in zip(places, parcel.tensors, strict=len(places) > 0):
             assert not place.requires_grad
             place.copy_(tensor.reshape(place.shape))
+    if call.keep is not None:
+        call.keep()
     return call.finish(call.result) if call.finish is not None else call.result
 
 

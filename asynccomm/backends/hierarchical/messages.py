@@ -142,6 +142,7 @@ class PlacedMessages:
             parcels=outer.parcels,
             place=place,
             begin=outer.begin,
+            keep=outer.keep,
             copies=outer.copies,
         )
         copy = Submission(call, work, detached=True)

@@ -283,8 +283,6 @@ class PointToPoint:
         delivery = task.delivery
         transfers: list[Callable[[Callable[..., object]], None]] = []
         steps: list[Step] = []
-        if task.gives_device_memory:  # the allocator keeps this rank's own share of it
-            task.own.wait(task.ready)
         on_device = task.gives_device_memory
         for source, envelope in envelopes.items():
             on_device |= envelope.on_device

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asynccomm.backends.base import BackendContext
 from asynccomm.backends.nccl.api import Config
@@ -141,10 +142,12 @@ class SimulatedStream:
         self._lock = threading.Lock()
         self._queue: deque[Callable[[], bool]] = deque()
         self._busy = False
+        self.runs = False  # whether any step was queued
         self.ended = False
 
     def attempt(self, step: Callable[[], bool]) -> None:
         """Queue a step that returns at once; False: it is to be called again when something has changed."""
+        self.runs = True
         with self._lock:
             self._queue.append(step)
             if self._busy:
@@ -196,6 +199,7 @@ class UserStream:
     """What the test does on the host counts as queued here, so waiting is waiting."""
 
     handle = 0
+    runs = True
 
     def record(self, *, captured: bool = False) -> SimulatedEvent:
         event = SimulatedEvent()
@@ -207,6 +211,14 @@ class UserStream:
 
     def run(self, step: Callable[[], object]) -> None:
         step()
+
+
+class ReadOnly(TorchDispatchMode):
+    """Torch's operations may make tensors, but write none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not func._schema.is_mutable, f"{func} in place of an allocation"
+        return func(*args, **(kwargs or {}))
 
 
 class SimulatedDevice:
@@ -244,7 +256,8 @@ class SimulatedDevice:
         return tensor.numel() % 5 != 0  # some of what is sent plays the host's part
 
     def allocating(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
+        """Where no step runs in, nothing may be written: a stream whose memory others fill must run nothing itself."""
+        return contextlib.nullcontext() if stream.runs else ReadOnly()
 
     def empty(self, nbytes: int, stream: Any) -> Tensor:
         with torch.inference_mode(False):

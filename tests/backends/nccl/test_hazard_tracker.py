@@ -16,7 +16,6 @@ from torch import Tensor
 from asynccomm import AbortedError, BackendError, BrokenError, Comm, ReduceOp, Work, WouldBlockError
 from asynccomm.backends.base import Submission
 from asynccomm.backends.nccl import hazard_tracker
-from asynccomm.backends.nccl.device import Event
 from asynccomm.backends.nccl.hazard_tracker import Entry, HazardTracker
 from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.errors import CollectiveTimeoutError
@@ -611,33 +610,29 @@ async def test_new_memory_of_parcels_that_have_waited_is_lent_to_the_caller(
         assert torch.equal(works[3].result(), summed(comms))
 
 
-async def test_this_ranks_own_share_is_read_behind_the_callers_stream(world: World) -> None:
+@pytest.mark.parametrize("theirs", [5, 7], ids=["from the host", "from the device"])
+async def test_this_ranks_own_share_is_read_behind_the_callers_stream(world: World, theirs: int) -> None:
     async with world(2) as comms:
-        order: list[str] = []
-        messenger = backend_of(comms[0])._messenger
-        stream: Any = messenger._for_collectives
-        wait = stream.wait
         with held_caller(comms[0]) as gate:
-            held = backend_of(comms[0]).device.user
-
-            def noted(event: Event) -> None:
-                order.append("wait")
-                wait(event)
-
-            stream.wait = noted
-            call = Call(Parcels("x"), (), (), None, None, (Parcel(b"", (torch.ones(7),)),), place=None)
+            placed: list[int] = []
+            read_behind: list[bool] = []
             works = []
-            for comm in comms:
+            for comm, numel, coming in zip(comms, (7, theirs), (theirs, 7), strict=True):
 
-                def place(*_: object, rank: int = comm.rank) -> Sequence[Tensor]:
-                    order.append(f"place {rank}")
-                    return [torch.zeros(7)]
+                def place(*_: object, rank: int = comm.rank, coming: int = coming) -> Sequence[Tensor]:
+                    placed.append(rank)
+                    return [torch.zeros(coming)]
 
-                works.append(comm._submit(call._replace(place=place), None, None))
-            assert held is backend_of(comms[0]).device.user
+                call = Call(Parcels("x"), (), (), None, None, (Parcel(b"", (torch.ones(numel),)),), place)
+                if comm is comms[0]:
+                    call = call._replace(keep=lambda: read_behind.append(gate.is_set()))
+                works.append(comm._submit(call, None, None))
+            await until(lambda: 0 in placed)
+            await until(lambda: backend_of(comms[0])._lanes.join(0.0))
+            assert not read_behind
             gate.set()
             await asyncio.gather(*works)
-        assert order.index("wait") < order.index("place 0")
+        assert read_behind == [True]
 
 
 async def test_nothing_is_captured_while_something_waits(world: World) -> None:
