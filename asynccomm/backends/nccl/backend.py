@@ -131,7 +131,7 @@ class NcclBackend(Backend):
             else:
                 unique_id = await context.store.get("unique_id", context.timeout)
             within = replace(context, store=context.store.prefix("side"))
-            side = await SideChannel.connect(within, context.hints.get("side", "auto"))
+            side = await SideChannel.connect(within, context.hints.get("side", "auto"), platform.poller)
             backend = cls(context, platform, side, unique_id)
         except BaseException:
             await shielded(_leave(platform, side))

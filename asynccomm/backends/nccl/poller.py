@@ -141,6 +141,7 @@ class Poller(Generic[E]):
         self._alarm: TimerFd | None = None  # the thread's alarm, while it runs
         self._wakes = -math.inf  # time of the thread's next sweep; if not in the future, the thread is awake
         self._awaited = -math.inf  # time at which a thread has last gone to wait for a head
+        self._news = False  # whether a check has come since the thread last looked at the checks
         self._asks = math.inf  # time at which the thread must wake for the next check
         self._lines: dict[Hashable, _EventQueue[E]] = {}  # the streams with events, or with a thread that handles them
         self._checks: dict[PeriodicCheck, None] = {}
@@ -164,9 +165,14 @@ class Poller(Generic[E]):
                 self._alert(line.since + HEAD_START, alone=len(self._lines) == 1)
 
     def ask(
-        self, question: Callable[[], bool], *, every: float = QUESTION_SECONDS, stream: Hashable | None = None
+        self,
+        question: Callable[[], bool],
+        *,
+        every: float = QUESTION_SECONDS,
+        first: float = 0.0,
+        stream: Hashable | None = None,
     ) -> PeriodicCheck:
-        """Call ``question`` on the poller's thread, at once and then every ``every`` seconds, while it returns True.
+        """Call ``question`` on the poller's thread in ``first`` seconds, then every ``every``, while it returns True.
 
         With ``stream``, call only while the head of that stream is older than ``every`` seconds: a check of a
         communicator then costs nothing while no operation is late. From any thread. ``question`` must not block; an
@@ -175,8 +181,10 @@ class Poller(Generic[E]):
         with self._lock:
             self._wake_up()
             asked = PeriodicCheck(self._checks, question, every, stream)
+            asked.due = self._clock() + first
             self._checks[asked] = None
-            self._alert(self._clock())
+            self._news = True
+            self._alert(asked.due)
         return asked
 
     def before_await(
@@ -257,7 +265,8 @@ class Poller(Generic[E]):
                 if self._closed and (now >= self._end or not self._lines):
                     self._alarm = None
                     break
-                nap = min(self._nap(now), question)
+                nap = 0.0 if self._news else min(self._nap(now), question)
+                self._news = False
                 self._wakes, self._asks = now + nap, now + question
                 if nap:
                     alarm.set(nap)
@@ -281,7 +290,10 @@ class Poller(Generic[E]):
     def _ask(self) -> float:
         """Make the checks that are due; returns the seconds until the next check."""
         wait = math.inf
-        for question in list(self._checks):
+        with self._lock:
+            self._news = False
+            checks = list(self._checks)
+        for question in checks:
             due = question.due
             if question.stream is not None:
                 line = self._lines.get(question.stream)

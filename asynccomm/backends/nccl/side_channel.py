@@ -1,7 +1,7 @@
 """The CPU side channel of a GPU comm: another backend, between the same ranks.
 
 It carries headers, objects and barriers, which then never pass through device memory. The backend is shm where all
-ranks can map the same memory, else gloo.
+ranks can map the same memory, else gloo. The event loop drives it, or while the loop is blocked a thread (``overdue``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Self, final
 import torch
 
 from asynccomm.backends.base import Backend, BackendContext, BackendWindow, Submission, UnsuitableError
+from asynccomm.backends.nccl.device import Event
+from asynccomm.backends.nccl.overdue import OverdueWorks
+from asynccomm.backends.nccl.poller import Poller
 from asynccomm.backends.registry import candidates, load_backend
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
@@ -28,9 +31,9 @@ _CPU = torch.device("cpu")
 class SideWindow:
     """A window of the side channel. From any thread."""
 
-    def __init__(self, window: BackendWindow, mailbox: Mailbox) -> None:
+    def __init__(self, window: BackendWindow, mailbox: Mailbox, overdue: OverdueWorks) -> None:
         self.window = window
-        self._mailbox = mailbox
+        self._mailbox, self._overdue = mailbox, overdue
         self._lock = threading.RLock()  # one call at a time
         self._number = 0
 
@@ -38,6 +41,7 @@ class SideWindow:
         """Run an operation without tensors; as ``SideChannel.submit``."""
 
         def settled(work: Work[None]) -> None:
+            self._overdue.remove(work)
             done(work.take_error())
 
         with self._lock:
@@ -46,6 +50,8 @@ class SideWindow:
                 op, self._number, self._mailbox, value=None, timeout=math.inf, on_settled=settled, driver=self.window
             )
             self.window.submit((Submission(Call(op, (), (), None), work),))
+        if not work.done():
+            self._overdue.add(work, self.window)
         return work
 
 
@@ -53,14 +59,14 @@ class SideWindow:
 class SideChannel:
     """Runs calls on CPU tensors, each with a callback for its end."""
 
-    def __init__(self, backend: Backend, mailbox: Mailbox) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, mailbox: Mailbox, overdue: OverdueWorks) -> None:
+        self._backend, self._overdue = backend, overdue
         self._lock = threading.RLock()  # one call at a time; a backend may settle a call inside another call
         self._mailbox = mailbox
         self._numbers = [0, 0]  # counts of calls: collectives, messages
 
     @classmethod
-    async def connect(cls, context: BackendContext, name: str) -> Self:
+    async def connect(cls, context: BackendContext, name: str, poller: Poller[Event]) -> Self:
         """Connect the backend ``name``, or for ``"auto"`` the first suitable one. Collective."""
         names = candidates(name, _CPU)
         for candidate in names:
@@ -77,7 +83,7 @@ class SideChannel:
                 if candidate == names[-1]:
                     raise
             else:
-                return cls(backend, context.mailbox)
+                return cls(backend, context.mailbox, OverdueWorks(poller))
         raise AssertionError("no candidates")
 
     def submit(self, call: Call, done: Callable[[AsyncCommError | None], object]) -> Work[None]:
@@ -87,6 +93,7 @@ class SideChannel:
         """
 
         def settled(work: Work[None]) -> None:
+            self._overdue.remove(work)
             done(work.take_error())
 
         p2p = call.op.p2p
@@ -97,12 +104,14 @@ class SideChannel:
                 call.op, number, self._mailbox, value=None, timeout=math.inf, on_settled=settled, driver=self._backend
             )
             self._backend.submit((Submission(call, work),))
+        if not work.done():
+            self._overdue.add(work, self._backend)
         return work
 
     async def window(self, window: WindowInfo) -> SideWindow:
         """Make a window on the host, between the same ranks. Collective; see ``Backend.window``."""
         info = replace(window, group=replace(window.group, device=_CPU))
-        return SideWindow(await self._backend.window(info), self._mailbox)
+        return SideWindow(await self._backend.window(info), self._mailbox, self._overdue)
 
     @property
     def name(self) -> str:

@@ -492,6 +492,30 @@ def test_hurried_operations_do_not_hold_up_questions(
     until(hurried)
 
 
+def test_a_question_may_be_asked_later(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> None:
+    clock = Time(monkeypatch)
+    poller = Poller(flags, clock=clock)
+    start = clock.now
+    asked: list[float] = []
+    poller.ask(lambda: asked.append(clock.now) is None, every=1e-3, first=20e-3)
+    until(lambda: len(asked) > 2)
+    assert asked[0] - start >= 20e-3
+    assert asked[1] - asked[0] < 20e-3
+    poller.close(0)
+
+
+def test_a_question_that_comes_during_another_is_asked(poller: Poller[Flag]) -> None:
+    asked: list[str] = []
+
+    def first() -> bool:
+        asked.append("first")
+        poller.ask(lambda: asked.append("second") is not None)
+        return False
+
+    poller.ask(first, every=3600.0)
+    until(lambda: asked == ["first", "second"])
+
+
 def test_a_question_about_a_stream_is_asked_while_that_is_late(
     monkeypatch: pytest.MonkeyPatch, flags: Flags, heard: Heard
 ) -> None:

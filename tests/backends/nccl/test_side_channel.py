@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 from asynccomm import BackendError, Comm, MemoryStore, PayloadError
 from asynccomm.backends import registry
 from asynccomm.backends.base import Backend, BackendContext, Submission, UnsuitableError
+from asynccomm.backends.nccl.overdue import OVERDUE_SECONDS, OverdueWorks
 from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.core.mailbox import Mailbox
@@ -112,6 +113,20 @@ def context(on_error: Callable[[BrokenError], object] = lambda error: None) -> B
     return BackendContext(group, [], MemoryStore(), mailbox, 5.0, on_error, {"max_ctas": "1"})
 
 
+class Asked:
+    """A poller that never calls."""
+
+    def __init__(self) -> None:
+        self.questions: list[Callable[[], bool]] = []
+
+    def ask(self, question: Callable[[], bool], *, every: float, first: float) -> None:
+        self.questions.append(question)
+
+
+def connect(name: str) -> Coroutine[Any, Any, SideChannel]:
+    return SideChannel.connect(context(), name, Asked())  # type: ignore[arg-type]
+
+
 def backend_of(side: SideChannel) -> Fake:
     backend = side._backend
     assert isinstance(backend, Fake)
@@ -123,7 +138,7 @@ def backend_of(side: SideChannel) -> Fake:
 
 @pytest.mark.usefixtures("fakes")
 async def test_the_first_that_suits() -> None:
-    side = await SideChannel.connect(context(), "auto")
+    side = await connect("auto")
     assert side.name == "first"
     assert not side.any_source
     assert not Second.contexts
@@ -136,7 +151,7 @@ async def test_the_first_that_suits() -> None:
 @pytest.mark.usefixtures("fakes")
 async def test_what_does_not_suit_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(First, "error", UnsuitableError("not here"))
-    side = await SideChannel.connect(context(), "auto")
+    side = await connect("auto")
     assert side.name == "second"
     assert side.any_source
     await First.contexts[0].store.set("key", b"1")  # they do not meet in the store
@@ -148,33 +163,33 @@ async def test_none_suits(monkeypatch: pytest.MonkeyPatch) -> None:
     for fake in (First, Second):
         monkeypatch.setattr(fake, "error", UnsuitableError(f"{fake.name} does not suit"))
     with pytest.raises(UnsuitableError, match="second does not suit"):
-        await SideChannel.connect(context(), "auto")
+        await connect("auto")
     with pytest.raises(UnsuitableError, match="first does not suit"):
-        await SideChannel.connect(context(), "first")
+        await connect("first")
 
 
 @pytest.mark.usefixtures("fakes")
 async def test_other_errors_are_not_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(First, "error", BackendError("it broke"))
     with pytest.raises(BackendError, match="it broke"):
-        await SideChannel.connect(context(), "auto")
+        await connect("auto")
     assert not Second.contexts
 
 
 @pytest.mark.usefixtures("fakes")
 async def test_one_that_is_named() -> None:
-    side = await SideChannel.connect(context(), "second")
+    side = await connect("second")
     assert side.name == "second"
     assert not First.contexts
     with pytest.raises(ValueError, match="'nobody' is unknown"):
-        await SideChannel.connect(context(), "nobody")
+        await connect("nobody")
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------
 
 
 async def side_of() -> SideChannel:
-    return SideChannel(Second(), Mailbox(asyncio.get_running_loop()))
+    return SideChannel(Second(), Mailbox(asyncio.get_running_loop()), OverdueWorks(Asked()))  # type: ignore[arg-type]
 
 
 def barrier() -> Call:
@@ -271,6 +286,19 @@ async def test_what_the_backend_refuses_is_raised() -> None:
     ends: list[object] = []
     side.submit(barrier(), ends.append)
     assert ends == [None]
+
+
+async def test_calls_that_take_long_are_completed_without_the_loop() -> None:
+    poller = Asked()
+    now = [0.0]
+    overdue = OverdueWorks(poller, clock=lambda: now[0])  # type: ignore[arg-type]
+    side = SideChannel(Second(), Mailbox(asyncio.get_running_loop()), overdue)
+    late, early = (side.submit(receive(), lambda error: None) for _ in range(2))
+    early.settle()
+    (check,) = poller.questions
+    now[0] = OVERDUE_SECONDS
+    assert not check()
+    assert backend_of(side).calls == [("before_block", late)]
 
 
 async def test_the_rest_is_passed_on() -> None:
@@ -410,7 +438,7 @@ async def test_the_answer_of_one_that_refuses_and_leaves_arrives(comm: Comm, sid
 
 
 async def test_a_window_on_the_host_is_of_the_cpu() -> None:
-    side = await SideChannel.connect(context(), "loopback")
+    side = await connect("loopback")
     group = CommInfo("test", 0, 1, torch.device("cuda", 0))
     window = await side.window(WindowInfo(group, 0, (0,), 2))
     errors: list[AsyncCommError | None] = []

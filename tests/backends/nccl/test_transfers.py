@@ -138,19 +138,24 @@ async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
     """``await ends(size)``: those of all ranks."""
     monkeypatch.setattr(lanes_module, "IDLE_SECONDS", 0.1)  # after which threads end
     made: list[End] = []
+    pollers: list[Poller[Any]] = []
 
     async def make(size: int, sides: Sequence[Any] | None = None) -> list[End]:
         if sides is None:
             store, mailbox = MemoryStore(), Mailbox(asyncio.get_running_loop())
             groups = [CommInfo("test", rank, size, torch.device("cpu")) for rank in range(size)]
+            poller = Poller(SimulatedDevice(), name="test-transfers-poller")
+            pollers.append(poller)
             contexts = [BackendContext(group, [], store, mailbox, PATIENCE, lambda error: None) for group in groups]
-            sides = await asyncio.gather(*(SideChannel.connect(context, "loopback") for context in contexts))
+            sides = await asyncio.gather(*(SideChannel.connect(context, "loopback", poller) for context in contexts))
         made.extend(End(rank, size, side) for rank, side in enumerate(sides))
         return made
 
     before = set(threading.enumerate())
     yield make
     await asyncio.gather(*(end.end() for end in made))
+    for poller in pollers:
+        await asyncio.to_thread(poller.close, 1.0)
     assert not SimulatedNccl.comms, "communicators were left open"
     for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("test-transfers"):
