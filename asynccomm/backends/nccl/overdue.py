@@ -11,19 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 from asynccomm.backends.nccl.poller import Poller
-from asynccomm.core.work import Work
+from asynccomm.core.work import Driver, Work
 
 OVERDUE_SECONDS: Final = 5e-3  # a loop that is not blocked is back sooner, as a rule
-
-
-class Driver(Protocol):
-    """What drives a Work: a backend, or a window."""
-
-    def before_block(self, work: Work[Any]) -> None:
-        """See ``Backend.before_block``."""
 
 
 @final
