@@ -51,7 +51,7 @@ from asynccomm.rendezvous.job import CommIdentity
 from asynccomm.rendezvous.lobby import Invitation
 
 LOST_SECONDS = 0.03  # to wait for the reason of a loss; all ranks are to report the loss within 0.1 s
-EXIT_SECONDS, EXIT_CHECKS = 0.002, 10  # between looks for the exit code of a lost process, in the same time
+EXIT_SECONDS, EXIT_CHECKS = 0.002, 25  # between looks for the exit code of a lost process, in the same time
 EXPLAIN_SECONDS: Final = 1.0  # to wait for the reason of other transport errors
 ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operation is past its deadline
 
@@ -342,13 +342,13 @@ class Session:
         else:
             self.fail(error, notify=False)
 
-    def _fail_by_loss(self, error: PeerLostError, checks: int) -> None:
+    def _fail_by_loss(self, error: PeerLostError, checks: int, *, notify: bool = False) -> None:
         """Break once the launcher has recorded the end of the lost process, or after ``checks`` checks."""
         members, channel = self.identity.members, self.identity.job.channel
         if channel is not None and checks and may_be_recorded(members[error.rank], members[self.group.rank]):
-            channel.call_later(EXIT_SECONDS, lambda: self._fail_by_loss(error, checks - 1))
+            channel.call_later(EXIT_SECONDS, lambda: self._fail_by_loss(error, checks - 1, notify=notify))
         else:
-            self.fail(error, notify=False)
+            self.fail(error, notify=notify)
 
     def _transport_failed(self, error: BrokenError) -> None:
         """Break by a transport error, after waiting for a message with its cause. From any thread.
@@ -361,9 +361,10 @@ class Session:
             self.fail(error)
         elif isinstance(error, CollectiveMismatchError):
             channel.spawn(self._explain_mismatch(reporter, error))
-        elif isinstance(error, (BackendError, PeerLostError)):
-            seconds = LOST_SECONDS if isinstance(error, PeerLostError) else EXPLAIN_SECONDS
-            channel.call_later(seconds, lambda: self.fail(error))
+        elif isinstance(error, PeerLostError):
+            channel.call_later(LOST_SECONDS, lambda: self._fail_by_loss(error, EXIT_CHECKS, notify=True))
+        elif isinstance(error, BackendError):
+            channel.call_later(EXPLAIN_SECONDS, lambda: self.fail(error))
         else:
             self.fail(error)
 

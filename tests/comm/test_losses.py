@@ -5,6 +5,7 @@ import torch
 
 from asynccomm import PeerLostError
 from asynccomm.backends.base import RankInfo
+from asynccomm.comm import session
 from asynccomm.comm.losses import located, may_be_recorded
 from asynccomm.core.exit_records import VARIABLE, ExitRecords
 from asynccomm.testing import loopback_world
@@ -43,4 +44,22 @@ async def test_a_loss_waits_a_moment_for_the_launcher(monkeypatch: pytest.Monkey
         assert caught.value.pid == members[1].pid
         comms[1]._session.break_by(PeerLostError(0, "a test says so"))
         await until(lambda: comms[1]._session.error is not None)
+        records.close()
+
+
+async def test_a_transport_that_lost_a_rank_waits_for_the_launcher_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(2, name="train") as comms:
+        records = ExitRecords()
+        monkeypatch.setenv(VARIABLE, records.path)
+        monkeypatch.setattr(session, "LOST_SECONDS", 0.0)
+        monkeypatch.setattr(session, "EXIT_CHECKS", 10_000)
+        one = comms[0]._session
+        one._transport_failed(PeerLostError(1, "its process ended"))
+        looks: list[int] = []
+        monkeypatch.setattr(session, "may_be_recorded", lambda *members: looks.append(1) or may_be_recorded(*members))
+        await until(lambda: len(looks) > 2)
+        assert one.error is None
+        records.add(one.identity.members[1].pid, -15)
+        await until(lambda: one.error is not None)
+        assert "it was killed by SIGTERM" in str(one.error)
         records.close()

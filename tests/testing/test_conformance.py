@@ -245,14 +245,12 @@ def forgets_counts(ranks: Sequence[Submission]) -> None:
 
 
 def forgets_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_parts = variable._Concatenated._make_parts
+    def zeroes(self: variable._Concatenated) -> None:
+        if self._parts:
+            for part in self._parts[self._rank]:
+                part.zero_()
 
-    def make_parts_without_own(self: variable._Concatenated, lengths: Mapping[int, int]) -> None:
-        make_parts(self, lengths)
-        for part in self._parts[self._rank]:
-            part.zero_()
-
-    monkeypatch.setattr(variable._Concatenated, "_make_parts", make_parts_without_own)
+    monkeypatch.setattr(variable._Concatenated, "keep", zeroes)
 
 
 def lets_the_first_output_stay(ranks: Sequence[Submission]) -> None:
