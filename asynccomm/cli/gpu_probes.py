@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from asynccomm.backends.nccl import kernel_loading
 from asynccomm.cli.probing import CheckWarning, Section, SystemInfo
 
-_LOADING: Final = "CUDA_MODULE_LOADING"
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
-#: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#lazy-loading, "Concurrent Execution"
-_LAZY: Final = (
-    "CUDA loads a kernel at its first use, and may wait there for all running kernels: two ranks that exchange data "
-    f"can wait for each other for ever; {_LOADING}=EAGER loads all kernels at the start"
-)
 
 
 def cuda_section(system: SystemInfo) -> Section:
@@ -37,10 +32,10 @@ def cuda_section(system: SystemInfo) -> Section:
     if not torch.cuda.is_available():
         missing = [] if hidden in ("", "-1") else ["there is a CUDA driver, but torch finds no GPU"]
         return Section(facts, [CheckWarning(text, serious=True) for text in missing])
-    loading, connections = system.environ.get(_LOADING, "LAZY").upper(), system.environ.get(_CONNECTIONS, "8")
-    facts |= {"module_loading": loading, "device_max_connections": connections}
-    warned = [] if loading == "EAGER" else [CheckWarning(_LAZY)]
-    return Section(facts, warned)
+    facts["module_loading"] = kernel_loading.mode(system.environ)
+    facts["device_max_connections"] = system.environ.get(_CONNECTIONS, "8")
+    advice = kernel_loading.advice(system.environ)
+    return Section(facts, [CheckWarning(advice)] if advice else [])
 
 
 def _driver_version(system: SystemInfo) -> tuple[int, int]:

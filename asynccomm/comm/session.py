@@ -382,8 +382,12 @@ class Session:
             found = RollCall([self.group.rank])
         elif self.reporter is not None:
             found = await self.reporter.roll_call(work, ROLL_CALL_SECONDS)
-        if not work.done():  # it may be done by now
-            self.fail(timeout_error(self.group, work, found))
+        if work.done():  # by now
+            return
+        error = timeout_error(self.group, work, found)
+        if self.backend is not None and not found.missing and (advice := self.backend.advice()):
+            error.add_note(advice)
+        self.fail(error)
 
 
 def open_sessions() -> list[Session]:
