@@ -87,7 +87,7 @@ EXAMPLES: list[tuple[AsyncCommError, list[str]]] = [
     (AbortedError(2, "ValueError: no"), ["rank 2", "ValueError: no"]),
     (BackendError("gloo: pair closed"), ["gloo: pair closed"]),
 ]
-examples = pytest.mark.parametrize(("error", "words"), EXAMPLES, ids=[type(e).__name__ for e, _ in EXAMPLES])
+examples = cases("error, words", EXAMPLES, ids=[type(e).__name__ for e, _ in EXAMPLES])
 
 
 def test_examples_cover_every_error() -> None:
