@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 
-import pytest
 import torch
 
 from asynccomm import errors
