@@ -26,6 +26,7 @@ class Delivery:
         self._copies: list[Callable[[], object]] = []
         self._lands: Sequence[Callable[[], object]] = ()
         self.error: AsyncCommError | None = None  #: the reason why a payload was refused, if any
+        self.places: list[Tensor] = []  #: the final memory of the payloads
         load(submission)
         outputs = submission.outputs
         if outputs:
@@ -57,6 +58,7 @@ class Delivery:
                 error = exc
             self.error = self.error or error
             return None
+        self.places += tensors
         landings = []
         for tensor in tensors:
             plain, copy = landing(tensor)

@@ -11,11 +11,15 @@ from asynccomm.errors import AsyncCommError
 
 @final
 class Latch:
-    """Calls ``end`` with the first error, if any, at its own ``count``-th call. Callable from any thread."""
+    """Calls ``end`` with the first error, if any, at its own ``count``-th call. Callable from any thread.
+
+    Then it drops ``end``, which often belongs to the object that has the latch: that would live until the next
+    collection of garbage.
+    """
 
     def __init__(self, count: int, end: Callable[..., object]) -> None:
         self._left = count
-        self.end = end
+        self._end: Callable[..., object] | None = end
         self._error: AsyncCommError | None = None
         self._lock = threading.Lock()
 
@@ -23,6 +27,8 @@ class Latch:
         with self._lock:
             self._left -= 1
             self._error = self._error or error
-            over = self._left == 0
-        if over:
-            self.end(self._error)
+            end = None
+            if self._left == 0:
+                end, self._end = self._end, None
+        if end is not None:
+            end(self._error)

@@ -75,9 +75,10 @@ class _SharedHandle:
     def put(self, handle: CommHandle) -> bool:
         """Set the handle; False: :meth:`take` was called before."""
         with self._lock:
-            if not self._over:
-                self._handle = handle
-        return not self._over
+            if self._over:
+                return False
+            self._handle = handle
+            return True
 
     def take(self) -> CommHandle | None:
         """The handle, for its end; later contexts raise BackendError."""

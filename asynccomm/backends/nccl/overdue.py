@@ -2,66 +2,75 @@
 
 As a rule the event loop drives the side channel. A program may block its loop until kernels have run, as reading a
 value from the device does. These kernels may stand behind a transfer or a collective in the hardware's queues, although
-they lie on other streams, and the other rank may start its half only after a message of this rank. So Works of the side
-channel that take long are completed without the event loop.
+they lie on other streams, and the other rank may start its half only after a message of this rank. So while a loop does
+not run, the Works of the side channel are completed without it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-import time
-from collections.abc import Callable
 from typing import Any, Final, final
 
 from asynccomm.backends.nccl.poller import Poller
+from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Driver, Work
+from asynccomm.errors import ClosedError
 
-OVERDUE_SECONDS: Final = 5e-3  # a loop that is not blocked is back sooner, as a rule
+CHECK_SECONDS: Final = 50e-3  # a loop that does not run within this time counts as blocked
+
+_log = logging.getLogger("asynccomm")
 
 
 @final
 class OverdueWorks:
-    """The Works in flight, and a check by the poller for those older than OVERDUE_SECONDS. From any thread.
+    """The Works in flight; while there are any, the poller checks whether the loop of ``mailbox`` runs.
 
-    Args:
-        clock: seconds; for tests.
+    From any thread.
     """
 
-    def __init__(self, poller: Poller[Any], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._poller = poller
-        self._clock = clock
+    def __init__(self, poller: Poller[Any], mailbox: Mailbox) -> None:
+        self._poller, self._mailbox = poller, mailbox
         self._lock = threading.Lock()
-        self._works: dict[Work[Any], tuple[Driver, float]] = {}  # with the time of the submission; oldest first
-        self._checked = False
+        self._works: dict[Work[Any], Driver] = {}
+        self._checked = False  # whether the poller has a check
+        self._asked = False  # whether the loop has been asked to run ``_answer``, and has not done so
 
     def add(self, work: Work[Any], driver: Driver) -> None:
-        """Note a Work that was submitted now. Raises: ClosedError, see ``Poller.ask``."""
+        """Note a Work that was submitted now."""
         with self._lock:
-            self._works[work] = driver, self._clock()
+            self._works[work] = driver
             if self._checked:
                 return
             self._checked = True
-        self._poller.ask(self._check, every=OVERDUE_SECONDS, first=OVERDUE_SECONDS)
+        try:
+            self._poller.ask(self._check, every=CHECK_SECONDS, first=CHECK_SECONDS)
+        except ClosedError:  # the comm has ended
+            self._works.clear()
 
     def remove(self, work: Work[Any]) -> None:
         """Forget a Work that is over."""
         with self._lock:
             self._works.pop(work, None)
 
+    def _answer(self) -> None:
+        self._asked = False
+
     def _check(self) -> bool:
-        """Complete the overdue Works; returns whether to check again."""
-        latest = self._clock() - OVERDUE_SECONDS
+        """Complete all Works if the loop has not run since the last check; returns whether to check again."""
+        overdue: list[tuple[Work[Any], Driver]] = []
         with self._lock:
-            overdue = []
-            for work, (driver, since) in self._works.items():
-                if since > latest:
-                    break
-                overdue.append((work, driver))
-            for work, _ in overdue:
-                del self._works[work]
-            self._checked = bool(self._works)
-            checked = self._checked
+            if self._asked:
+                overdue = list(self._works.items())
+                self._works.clear()
+            self._checked = again = bool(self._works)
         for work, driver in overdue:
             if not work.done():  # one may have ended before it was added
-                driver.before_block(work)
-        return checked
+                try:
+                    driver.before_block(work)
+                except Exception:
+                    _log.exception("could not complete %s without the event loop", work.op)
+        if again:
+            self._asked = True
+            self._mailbox.post(self._answer)
+        return again

@@ -10,10 +10,11 @@ are on the host only use no stream. A collective that has waited for its memory 
 caller's stream may by then hold work that waits for later operations; so the collective follows that stream as of the
 call, and makes all its copies on the stream for collectives.
 
-Payloads arrive on the streams of ``transfers``, which wait for the caller's stream only. So new memory for payloads is
-taken from torch's cache for a stream that never runs anything: in the cache for one of the streams above, memory counts
-as free as soon as the host has dropped it, though copies queued on that stream may still use it. For the same reason
-each task keeps its memory until the host has seen the last copy pass.
+Payloads arrive on the streams of ``transfers``, which wait for the caller's stream. So new memory for payloads is taken
+from torch's cache for a stream that runs no copies: in the cache for one of the streams above, memory counts as free as
+soon as the host has dropped it, though copies queued on that stream may still use it. For the same reason each task
+keeps its memory until the host has seen the last copy pass. The transfers wait for the stream of the memory, too: torch
+may fill new memory there (``torch.use_deterministic_algorithms``), or allocate in its order.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class PointToPoint:
         self._rank, self._size, self._device, self._side, self._transfers = rank, size, device, side, transfers
         self._poller, self._lanes, self._on_error = poller, lanes, on_error
         self._for_messages, self._for_collectives = new_stream(), new_stream()
-        self._for_memory = new_stream()  # runs nothing
+        self._for_memory = new_stream()
         self._turns = Sequencer()
 
     def submit(self, submission: Submission, stream: DeviceStream, flight: StreamPosition) -> Work[None]:
@@ -89,11 +90,12 @@ class PointToPoint:
         match submission.op:
             case Send(peer=peer, tag=tag, dtype=dtype, numel=numel):
                 head = _MESSAGE.pack(CODES[dtype], numel, submission.work.seq)
-                envelopes = [(head, [(bytes_of(tensor), True) for tensor in submission.inputs if numel])]
+                envelopes = [(head, [(self._bytes(tensor, stream), True) for tensor in submission.inputs if numel])]
                 op = SendParcel("send", peer, tag, MessageSpace.HEADERS)
                 return self._send(self._task(submission, stream, envelopes, 2), op, flight)
             case SendParcel() as op:
-                task = self._task(submission, stream, [self._segments(parcel) for parcel in parcels], 2)
+                envelopes = [self._segments(parcel, stream) for parcel in parcels]
+                task = self._task(submission, stream, envelopes, 2)
                 return self._send(task, op, StreamPosition(self._device))
             case Recv(peer=source, tag=tag) as wanted:
                 step = partial(self._take_message, self._task(submission, stream, (), 1), wanted, flight)
@@ -109,9 +111,16 @@ class PointToPoint:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def _segments(self, parcel: Parcel) -> tuple[bytes, list[tuple[Tensor, bool]]]:
+    def _segments(self, parcel: Parcel, stream: DeviceStream) -> tuple[bytes, list[tuple[Tensor, bool]]]:
         tensors = [tensor for tensor in parcel.tensors if tensor.numel()]
-        return parcel.head, [(bytes_of(tensor), self._device.owns(tensor)) for tensor in tensors]
+        return parcel.head, [(self._bytes(tensor, stream), self._device.owns(tensor)) for tensor in tensors]
+
+    def _bytes(self, tensor: Tensor, stream: DeviceStream) -> Tensor:
+        """The bytes of ``tensor``, copied on ``stream`` if it is not plain: a scope may end on another stream."""
+        if arithmetic.is_plain(tensor):
+            return bytes_of(tensor)
+        with self._device.here(), self._device.allocating(stream):
+            return bytes_of(tensor)
 
     def _send(self, task: _PayloadTask, op: SendParcel, flight: StreamPosition) -> Work[None]:
         parcel = self._packed(task, 0, {op.peer: flight})
@@ -157,7 +166,7 @@ class PointToPoint:
         given = [submission.copies, submission.parcels]  # the delivery replaces tensors that it copies
         with self._device.here(), self._device.allocating(at):
             delivery = Delivery(submission)
-            envelopes = [self._segments(parcel) for parcel in submission.parcels]
+            envelopes = [self._segments(parcel, at) for parcel in submission.parcels]
             if not givers:
                 delivery.finish()
         parts = 1 + len(takers) + bool(givers) + (called is not None)
@@ -273,7 +282,14 @@ class PointToPoint:
         with self._device.here(), self._device.allocating(self._for_memory):
             memory, copy = arithmetic.landing(output)
         landing = RecvBuffer(bytes_of(memory), [] if copy is None else [copy])
-        self._transfers.accept(source, envelope.number + self._rank, [landing], task.ready, flight, task.part_done)
+        ready = self._ready(task, new=copy is not None)
+        self._transfers.accept(source, envelope.number + self._rank, [landing], ready, flight, task.part_done)
+
+    def _ready(self, task: _PayloadTask, *, new: bool) -> list[Event]:
+        """The events after which the memory of ``task`` may be written, if some of it may be ``new``."""
+        if new:
+            task.allocated.append(self._for_memory.record())
+        return [task.ready, *task.allocated]
 
     def _take_parcels(self, task: _PayloadTask, inbox: HeaderReceiver) -> None:
         envelopes = dict(sorted(inbox.envelopes.items()))
@@ -281,7 +297,7 @@ class PointToPoint:
             (task.work.source,) = envelopes
         lengths = {source: envelope.nbytes for source, envelope in envelopes.items()}
         delivery = task.delivery
-        transfers: list[Callable[[Callable[..., object]], None]] = []
+        transfers: list[Callable[[Sequence[Event], StreamPosition, Callable[..., object]], None]] = []
         steps: list[Step] = []
         on_device = task.gives_device_memory
         for source, envelope in envelopes.items():
@@ -291,20 +307,17 @@ class PointToPoint:
                 if isinstance(delivery.error, BrokenError):
                     raise delivery.error
                 landings = [] if places is None else self._landings(envelope, places, steps)
-            for place in places or ():
-                if self._device.owns(place):
-                    on_device = True
-                    self._device.lend(place, task.stream)
+            on_device |= any(self._device.owns(place) for place in places or ())
             if not envelope.on_device:
                 continue
             number = envelope.number + self._rank
             if places is None:
                 self._transfers.refuse(source, number)
             else:
-                accept = partial(
-                    self._transfers.accept, source, number, landings, task.ready, StreamPosition(self._device)
-                )
-                transfers.append(accept)
+                transfers.append(partial(self._transfers.accept, source, number, landings))
+        for place in delivery.places:  # the caller may use them, and drop them, on its own stream
+            if self._device.owns(place):
+                self._device.lend(place, task.stream)
         task.on_device = on_device
         finish = partial(self._finish, task, [*steps, delivery.finish])
 
@@ -312,13 +325,14 @@ class PointToPoint:
             # copies between host and device block, which the poller's thread must not
             self._lanes.put("finish", partial(self._guarded, finish, error))
 
-        all_here = Latch(len(transfers), finish_later)
-        for transfer in transfers:
-            transfer(all_here)
+        ready = self._ready(task, new=on_device)
         if not transfers:
-            if on_device:
-                task.own.wait(task.ready)  # a transfer would have done so
-            all_here.end(None)
+            for event in ready if on_device else ():
+                task.own.wait(event)  # a transfer would have done so
+            finish_later(None)
+        all_here = Latch(len(transfers), finish_later)
+        for accept in transfers:
+            accept(ready, StreamPosition(self._device), all_here)
 
     def _landings(self, envelope: Envelope, places: Sequence[Tensor], steps: list[Step]) -> list[RecvBuffer]:
         """The receive buffer of each segment on the sender's device.
@@ -389,6 +403,7 @@ class _PayloadTask:
         self.own = own  #: the stream for copies
         #: event behind the caller's queued work and the making of ``envelopes``; the task owns it
         self.ready = ready
+        self.allocated: list[Event] = []  #: events behind the allocation of new memory; the task owns them
         self.on_device = False  #: whether any received payload, or its destination, is on the device
         self.work = submission.work
         self.outputs = submission.outputs
@@ -409,7 +424,8 @@ class _PayloadTask:
         self._countdown(error)
 
     def _end(self, error: AsyncCommError | None) -> None:
-        self._device.release(self.ready)
+        for event in (self.ready, *self.allocated):
+            self._device.release(event)
         if self._over is not None:  # before settling: an operation called after that must find the memory free
             self._over()
         self.work.settle(error or self.error)

@@ -184,6 +184,7 @@ class Poller(Generic[E]):
             asked.due = self._clock() + first
             self._checks[asked] = None
             self._news = True
+            self._asks = min(self._asks, asked.due)
             self._alert(asked.due)
         return asked
 

@@ -1,7 +1,8 @@
 """The CPU side channel of a GPU comm: another backend, between the same ranks.
 
 It carries headers, objects and barriers, which then never pass through device memory. The backend is shm where all
-ranks can map the same memory, else gloo. The event loop drives it, or while the loop is blocked a thread (``overdue``).
+ranks can map the same memory, else hierarchical or gloo. The event loop drives it, and while the loop is blocked a
+thread does (``overdue``).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class SideChannel:
                 if candidate == names[-1]:
                     raise
             else:
-                return cls(backend, context.mailbox, OverdueWorks(poller))
+                return cls(backend, context.mailbox, OverdueWorks(poller, context.mailbox))
         raise AssertionError("no candidates")
 
     def submit(self, call: Call, done: Callable[[AsyncCommError | None], object]) -> Work[None]:

@@ -143,7 +143,7 @@ class Transfers:
             if lane is None:
                 lane = self._out[peer] = self._connect(("to", peer), 0, head[_VERDICT.size :])
         calls = [NcclCall("send", segment, None, segment.numel(), _BYTE, 1) for segment in offer.segments]
-        self._put(("to", peer), partial(self._issue, lane, calls, offer.ready, offer.flight, offer.done, ()))
+        self._put(("to", peer), partial(self._issue, lane, calls, [offer.ready], offer.flight, offer.done, ()))
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -158,12 +158,18 @@ class Transfers:
             self._answer(giver, _VERDICT.pack(number, False))
 
     def accept(
-        self, giver: int, number: int, landings: Sequence[RecvBuffer], ready: Event, flight: StreamPosition, done: Done
+        self,
+        giver: int,
+        number: int,
+        landings: Sequence[RecvBuffer],
+        ready: Sequence[Event],
+        flight: StreamPosition,
+        done: Done,
     ) -> None:
         """Accept an offer: segment i is received into ``landings[i]``.
 
         Args:
-            ready: event after which that memory may be written; the caller owns it and keeps it until ``done``.
+            ready: events after which that memory may be written; the caller owns them and keeps them until ``done``.
         """
         copies = [copy for landing in landings for copy in landing.copies]
         if giver == self._rank:
@@ -188,7 +194,7 @@ class Transfers:
         self,
         number: int,
         landings: Sequence[RecvBuffer],
-        ready: Event,
+        ready: Sequence[Event],
         flight: StreamPosition,
         done: Done,
         copies: Sequence[Callable[[], object]],
@@ -198,8 +204,8 @@ class Transfers:
             if self._own is None:
                 self._own = self._new_stream()
             stream = self._own
-            stream.wait(offer.ready)
-            stream.wait(ready)
+            for event in (offer.ready, *ready):
+                stream.wait(event)
             for landing, segment in zip(landings, offer.segments, strict=True):
                 stream.run(partial(arithmetic.write, landing.memory, segment))
 
@@ -243,13 +249,14 @@ class Transfers:
         self,
         lane: Communicator,
         calls: Sequence[NcclCall],
-        ready: Event,
+        ready: Sequence[Event],
         flight: StreamPosition,
         done: Done,
         copies: Sequence[Callable[[], object]],
     ) -> None:
         """Issue one half of a transfer, on a lane's thread, which may wait for the other end."""
-        lane.stream.wait(ready)
+        for event in ready:
+            lane.stream.wait(event)
         lane.issue(calls, known=lane.knows(calls))
         self._finish(lane.stream, flight, done, copies, calls)
 

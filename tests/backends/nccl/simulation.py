@@ -142,12 +142,11 @@ class SimulatedStream:
         self._lock = threading.Lock()
         self._queue: deque[Callable[[], bool]] = deque()
         self._busy = False
-        self.runs = False  # whether any step was queued
+        self.runs = False  # whether anything but events was queued
         self.ended = False
 
     def attempt(self, step: Callable[[], bool]) -> None:
         """Queue a step that returns at once; False: it is to be called again when something has changed."""
-        self.runs = True
         with self._lock:
             self._queue.append(step)
             if self._busy:
@@ -169,6 +168,7 @@ class SimulatedStream:
 
     def put(self, step: Callable[[], object]) -> None:
         """Queue a step that may block: it has a thread of its own."""
+        self.runs = True
         started, done = False, Passed()
 
         def attempt() -> bool:
@@ -182,16 +182,18 @@ class SimulatedStream:
 
     def record(self, *, captured: bool = False) -> SimulatedEvent:
         event = SimulatedEvent()
-        self.run(event.passed.set)
+        self.attempt(lambda: (event.passed.set(), True)[1])
         return event
 
     def wait(self, event: SimulatedEvent) -> None:
         assert not event.released
         assert not self.ended
+        self.runs = True
         self.attempt(event.passed.is_set)
 
     def run(self, step: Callable[[], object]) -> None:
         """Queue a step that does not block."""
+        self.runs = True
         self.attempt(lambda: (step(), True)[1])
 
 
@@ -256,7 +258,7 @@ class SimulatedDevice:
         return tensor.numel() % 5 != 0  # some of what is sent plays the host's part
 
     def allocating(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Where no step runs in, nothing may be written: a stream whose memory others fill must run nothing itself."""
+        """Nothing may be written on a stream that otherwise runs nothing: others fill its memory."""
         return contextlib.nullcontext() if stream.runs else ReadOnly()
 
     def empty(self, nbytes: int, stream: Any) -> Tensor:

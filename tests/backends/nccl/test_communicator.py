@@ -541,6 +541,17 @@ def test_taking_waits_for_those_inside(
     assert library.names[-2:] == ["group_end", "abort"]
 
 
+def test_a_handle_is_either_put_or_taken() -> None:
+    for _ in range(200):
+        shared = module._SharedHandle()
+        taken: list[object] = []
+        thread = threading.Thread(target=lambda shared=shared, taken=taken: taken.append(shared.take()))
+        thread.start()
+        was_put = shared.put(7)
+        thread.join()
+        assert (taken == [7]) is was_put
+
+
 def test_taking_does_not_wait_for_ever(
     opened: Communicator, inside: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

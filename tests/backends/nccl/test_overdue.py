@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from asynccomm import Work
-from asynccomm.backends.nccl.overdue import OVERDUE_SECONDS, OverdueWorks
+from asynccomm.backends.nccl.overdue import CHECK_SECONDS, OverdueWorks
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.errors import ClosedError
 from asynccomm.ops import Barrier
 
 from .conftest import World
@@ -21,56 +23,79 @@ LIMIT = 30.0  # seconds
 
 
 class Asked:
-    """Keeps the checks."""
+    """Keeps the checks; ``look`` makes them on a thread as the poller does."""
+
+    closed = False
 
     def __init__(self) -> None:
         self.checks: list[Callable[[], bool]] = []
 
     def ask(self, check: Callable[[], bool], *, every: float, first: float) -> None:
-        assert every == first == OVERDUE_SECONDS
+        assert every == first == CHECK_SECONDS
+        if self.closed:
+            raise ClosedError("closed")
         self.checks.append(check)
+
+    def look(self) -> None:
+        def look() -> None:
+            self.checks[:] = [check for check in self.checks if check()]
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
 
 
 class Driver:
     def __init__(self) -> None:
         self.completed: list[Work[Any]] = []
 
+    def before_await(self, work: Work[Any]) -> None:
+        raise AssertionError
+
     def before_block(self, work: Work[Any]) -> None:
         self.completed.append(work)
+        raise ZeroDivisionError  # which must not stop the others
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-async def test_only_old_works_are_completed() -> None:
-    poller, driver, clock = Asked(), Driver(), Clock()
-    overdue = OverdueWorks(poller, clock=clock)  # type: ignore[arg-type]
+def works_of(count: int) -> list[Work[Any]]:
     mailbox = Mailbox(asyncio.get_running_loop())
-    old, over, settled, new = (
-        Work(Barrier(), number, mailbox, value=None, timeout=1.0, on_settled=lambda _: None) for number in range(4)
-    )
-    for work in (old, over, settled):
+    return [
+        Work(Barrier(), number, mailbox, value=None, timeout=1.0, on_settled=lambda _: None) for number in range(count)
+    ]
+
+
+async def test_works_are_completed_while_the_loop_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    poller, driver = Asked(), Driver()
+    overdue = OverdueWorks(poller, Mailbox(asyncio.get_running_loop()))  # type: ignore[arg-type]
+    one, other, over, settled = works = works_of(4)
+    for work in works:
         overdue.add(work, driver)
     assert len(poller.checks) == 1, "one check for all"
     overdue.remove(over)
     settled.settle()
-    clock.now = OVERDUE_SECONDS / 2
-    overdue.add(new, driver)
-    clock.now = OVERDUE_SECONDS
-    (check,) = poller.checks
-    assert check(), "one is left"
-    assert driver.completed == [old]
-    clock.now = 2 * OVERDUE_SECONDS
-    assert not check()
-    assert driver.completed == [old, new], "each once"
-    overdue.add(old, driver)
-    assert len(poller.checks) == 2
-    old.settle()
-    new.settle()
+    for _ in range(3):
+        poller.look()
+        await asyncio.sleep(0.0)
+        await asyncio.sleep(0.0)  # the loop runs
+    assert not driver.completed
+    poller.look()
+    poller.look()
+    assert driver.completed == [one, other]
+    assert "could not complete barrier() without the event loop" in caplog.text
+    assert not poller.checks, "none is left"
+    overdue.add(one, driver)
+    assert len(poller.checks) == 1
+    one.settle()
+    other.settle()
+
+
+async def test_a_closed_poller_checks_nothing() -> None:
+    poller = Asked()
+    poller.closed = True
+    overdue = OverdueWorks(poller, Mailbox(asyncio.get_running_loop()))  # type: ignore[arg-type]
+    (work,) = works_of(1)
+    overdue.add(work, Driver())
+    work.settle()
 
 
 @pytest.mark.parametrize("what", ["all_gather_v", "send"])

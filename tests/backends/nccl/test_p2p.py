@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import random
 import struct
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from asynccomm import AbortedError, BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
+from asynccomm.backends import arithmetic, delivery, regions
 from asynccomm.ops import Call, MessageSpace, Parcel, Parcels, SendParcel
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
 from tests.backends.gloo.parcels import Shelf, collective, joined, recv, send, submit
@@ -25,7 +27,7 @@ from tests.sampling import some
 from tests.waiting import until
 
 from .conftest import World
-from .simulation import SimulatedBackend, SimulatedEvent, SimulatedStream
+from .simulation import SimulatedBackend, SimulatedEvent, SimulatedStream, UserStream
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 
@@ -161,14 +163,6 @@ async def test_new_memory_belongs_to_a_stream_that_runs_nothing(world: World, mo
 
         monkeypatch.setattr(device, "allocating", allocating)
         monkeypatch.setattr(device, "empty", lambda n, stream: allocating(stream) and torch.empty(n, dtype=torch.uint8))
-        busy: set[int] = set()
-        attempt = SimulatedStream.attempt
-
-        def queue(stream: SimulatedStream, step: Callable[[], bool]) -> None:
-            busy.add(stream.handle)
-            attempt(stream, step)
-
-        monkeypatch.setattr(SimulatedStream, "attempt", queue)
         shelf = cut([8, 9, 11, 6], gaps=True)  # pieces of two segments on the device, with gaps
         await asyncio.gather(send(giver, of(0, [13, 21]), 1), recv(taker, shelf, 0))
         assert torch.equal(shelf.got(0), joined(of(0, [13, 21]).tensors))
@@ -176,8 +170,107 @@ async def test_new_memory_belongs_to_a_stream_that_runs_nothing(world: World, mo
         await asyncio.gather(giver.send(torch.ones(3, 4), 1), taker.recv(output, 0))
         assert output.eq(1).all()
         assert len(allocated) >= 3, "the memory of the message, and of two segments and their places"
-        assert busy
-        assert not busy & {stream.handle for stream in allocated}
+        assert not any(stream.runs for stream in allocated)
+
+
+async def test_payloads_wait_for_the_allocation_of_their_memory(world: World) -> None:
+    """Torch may fill it, or allocate in the order of the stream."""
+    async with world(2) as (giver, taker):
+        await asyncio.gather(giver.send(torch.ones(12), 1), taker.recv(torch.zeros(12), 0))  # connects
+        gate = threading.Event()
+        backend_of(taker)._messenger._for_memory.put(gate.wait)  # type: ignore[attr-defined]
+        output = strided(torch.zeros(3, 4))
+        sent, received = giver.send(torch.ones(3, 4), 1), taker.recv(output, 0)
+        await until(lambda: bool(backend_of(taker)._poller.in_flight()))
+        await until(lambda: backend_of(taker)._lanes.join(0.0))
+        assert not received.done()
+        gate.set()
+        await asyncio.gather(sent, received)
+        assert output.eq(1).all()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+async def test_new_outputs_are_lent_to_the_callers_stream(
+    world: World, monkeypatch: pytest.MonkeyPatch, dim: int
+) -> None:
+    """The caller drops them while kernels on its stream may still use them. Along dim 1 they are filled by copies."""
+    async with world(2) as comms:
+        lent: set[int] = set()
+        for comm in comms:
+            device = backend_of(comm).device
+            monkeypatch.setattr(device, "owns", lambda tensor: True)
+            monkeypatch.setattr(device, "lend", lambda tensor, _: lent.add(tensor.untyped_storage().data_ptr()))
+        outputs = await asyncio.gather(*(comm.all_gather_v(None, torch.ones(3, 4), dim=dim) for comm in comms))
+        assert {output.untyped_storage().data_ptr() for output in outputs} <= lent
+
+
+@pytest.mark.parametrize("what", ["a message", "parcels"])
+async def test_memory_is_free_once_the_operation_is_over(
+    world: World, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It does not wait for the garbage collector, which may not run for long."""
+    async with world(2) as comms:
+        for comm in comms:
+            monkeypatch.setattr(backend_of(comm).device, "owns", lambda tensor: True)
+        made: list[weakref.ref[object]] = []
+        landing = arithmetic.landing
+
+        def noted(output: Tensor) -> Any:
+            found = landing(output)
+            if found[1] is not None:
+                made.append(weakref.ref(found[0].untyped_storage()))
+            return found
+
+        monkeypatch.setattr(arithmetic, "landing", noted)
+        monkeypatch.setattr(delivery, "landing", noted)
+        gc.collect()
+        gc.disable()
+        try:
+            if what == "parcels":
+                await asyncio.gather(*(comm.all_gather_v(None, torch.ones(3, 4), dim=1) for comm in comms))
+            else:
+                sent = torch.ones(12)
+                made.append(weakref.ref(sent.untyped_storage()))
+                received = torch.zeros(12, 2)[:, 0]
+                await asyncio.gather(comms[0].send(sent, 1), comms[1].recv(received, 0))
+                del sent
+            assert len(made) == 2
+            await until(lambda: not any(reference() is not None for reference in made))
+        finally:
+            gc.enable()
+
+
+async def test_tensors_are_copied_on_the_stream_of_the_call(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scope may end while another stream is current."""
+    async with world(2) as (giver, taker):
+        device = backend_of(giver).device
+        inside: list[Any] = []
+        copied: list[list[Any]] = []
+
+        @contextlib.contextmanager
+        def allocating(stream: Any) -> Iterator[None]:
+            inside.append(stream)
+            yield
+            inside.pop()
+
+        plain = arithmetic.plain
+
+        def noted(tensor: Tensor) -> Tensor:
+            if not arithmetic.is_plain(tensor):
+                copied.append(list(inside))
+            return plain(tensor)
+
+        monkeypatch.setattr(device, "allocating", allocating)
+        for module in (arithmetic, regions):
+            if hasattr(module, "plain"):
+                monkeypatch.setattr(module, "plain", noted)
+        called, received = device.user, torch.zeros(4, 3)
+        async with giver.coalesce():
+            sent = giver.send(torch.ones(4, 6)[:, ::2], 1)
+            device.user = UserStream()
+        await asyncio.gather(sent, taker.recv(received, 0))
+        assert copied == [[called]]
+        assert received.eq(1).all()
 
 
 async def test_tensors_are_kept_until_a_late_copy_has_passed(world: World) -> None:

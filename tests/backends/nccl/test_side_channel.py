@@ -15,7 +15,7 @@ from torch import Tensor
 from asynccomm import BackendError, Comm, MemoryStore, PayloadError
 from asynccomm.backends import registry
 from asynccomm.backends.base import Backend, BackendContext, Submission, UnsuitableError
-from asynccomm.backends.nccl.overdue import OVERDUE_SECONDS, OverdueWorks
+from asynccomm.backends.nccl.overdue import OverdueWorks
 from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.core.mailbox import Mailbox
@@ -117,10 +117,10 @@ class Asked:
     """A poller that never calls."""
 
     def __init__(self) -> None:
-        self.questions: list[Callable[[], bool]] = []
+        self.checks: list[Callable[[], bool]] = []
 
-    def ask(self, question: Callable[[], bool], *, every: float, first: float) -> None:
-        self.questions.append(question)
+    def ask(self, check: Callable[[], bool], *, every: float, first: float) -> None:
+        self.checks.append(check)
 
 
 def connect(name: str) -> Coroutine[Any, Any, SideChannel]:
@@ -189,7 +189,8 @@ async def test_one_that_is_named() -> None:
 
 
 async def side_of() -> SideChannel:
-    return SideChannel(Second(), Mailbox(asyncio.get_running_loop()), OverdueWorks(Asked()))  # type: ignore[arg-type]
+    mailbox = Mailbox(asyncio.get_running_loop())
+    return SideChannel(Second(), mailbox, OverdueWorks(Asked(), mailbox))  # type: ignore[arg-type]
 
 
 def barrier() -> Call:
@@ -288,16 +289,15 @@ async def test_what_the_backend_refuses_is_raised() -> None:
     assert ends == [None]
 
 
-async def test_calls_that_take_long_are_completed_without_the_loop() -> None:
-    poller = Asked()
-    now = [0.0]
-    overdue = OverdueWorks(poller, clock=lambda: now[0])  # type: ignore[arg-type]
-    side = SideChannel(Second(), Mailbox(asyncio.get_running_loop()), overdue)
+async def test_calls_are_completed_without_the_loop_while_it_is_blocked() -> None:
+    poller, mailbox = Asked(), Mailbox(asyncio.get_running_loop())
+    side = SideChannel(Second(), mailbox, OverdueWorks(poller, mailbox))  # type: ignore[arg-type]
     late, early = (side.submit(receive(), lambda error: None) for _ in range(2))
     early.settle()
-    (check,) = poller.questions
-    now[0] = OVERDUE_SECONDS
-    assert not check()
+    (check,) = poller.checks
+    look = threading.Thread(target=lambda: (check(), check()))  # the poller's thread
+    look.start()
+    look.join()
     assert backend_of(side).calls == [("before_block", late)]
 
 
