@@ -105,7 +105,11 @@ class End:
     ) -> Half:
         half = Half(number, [torch.full((n,), 0xEE, dtype=torch.uint8) for n in lengths], StreamPosition(self.device))
         landings = [RecvBuffer(tensor, copies) for tensor in half.tensors]
-        self._begin(half, ready, partial(self.transfers.accept, giver, number, landings))
+
+        def start(event: SimulatedEvent, flight: StreamPosition, done: Callable[..., object]) -> None:
+            self.transfers.accept(giver, number, landings, [event], flight, done)
+
+        self._begin(half, ready, start)
         return half
 
     def _begin(self, half: Half, ready: SimulatedEvent | None, start: Callable[..., None]) -> None:
@@ -276,7 +280,7 @@ async def test_copies_come_behind_the_transfer(ends: Ends) -> None:
         copies = [lambda memory=memory, seen=seen: seen.append(memory.tolist())]
         done: list[object] = []
         flight, ready = StreamPosition(world[1].device), UserStream().record()
-        world[1].transfers.accept(source, given.number, [RecvBuffer(memory, copies)], ready, flight, done.append)
+        world[1].transfers.accept(source, given.number, [RecvBuffer(memory, copies)], [ready], flight, done.append)
         await until(lambda given=given, done=done: given.over and bool(done))
         assert seen == [data(11).tolist()]
         assert done == [None]
@@ -296,7 +300,7 @@ async def test_memory_is_kept_until_the_stream_is_done_with_it(ends: Ends, sourc
     flight = StreamPosition(world[1].device)
 
     def write(memory: Tensor) -> None:
-        world[1].transfers.accept(source, given.number, [RecvBuffer(memory)], user.record(), flight, done.append)
+        world[1].transfers.accept(source, given.number, [RecvBuffer(memory)], [user.record()], flight, done.append)
 
     write(memory)
     del memory
