@@ -385,7 +385,8 @@ class Session:
         if work.done():  # by now
             return
         error = timeout_error(self.group, work, found)
-        if self.backend is not None and not found.missing and (advice := self.backend.advice()):
+        all_here = bool(found.arrived) and not found.missing
+        if all_here and self.backend is not None and (advice := self.backend.advice()):
             error.add_note(advice)
         self.fail(error)
 

@@ -330,6 +330,7 @@ class PointToPoint:
             for event in ready if on_device else ():
                 task.own.wait(event)  # a transfer would have done so
             finish_later(None)
+            return
         all_here = Latch(len(transfers), finish_later)
         for accept in transfers:
             accept(ready, StreamPosition(self._device), all_here)

@@ -2,7 +2,7 @@
 
 It carries headers, objects and barriers, which then never pass through device memory. The backend is shm where all
 ranks can map the same memory, else hierarchical or gloo. The event loop drives it, and while the loop is blocked a
-thread does (``overdue``).
+thread does (``loop_watch``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from asynccomm.backends.base import Backend, BackendContext, BackendWindow, Submission, UnsuitableError
 from asynccomm.backends.nccl.device import Event
-from asynccomm.backends.nccl.overdue import OverdueWorks
+from asynccomm.backends.nccl.loop_watch import LoopWatch
 from asynccomm.backends.nccl.poller import Poller
 from asynccomm.backends.registry import candidates, load_backend
 from asynccomm.core.mailbox import Mailbox
@@ -32,9 +32,9 @@ _CPU = torch.device("cpu")
 class SideWindow:
     """A window of the side channel. From any thread."""
 
-    def __init__(self, window: BackendWindow, mailbox: Mailbox, overdue: OverdueWorks) -> None:
+    def __init__(self, window: BackendWindow, mailbox: Mailbox, loop_watch: LoopWatch) -> None:
         self.window = window
-        self._mailbox, self._overdue = mailbox, overdue
+        self._mailbox, self._loop_watch = mailbox, loop_watch
         self._lock = threading.RLock()  # one call at a time
         self._number = 0
 
@@ -42,7 +42,7 @@ class SideWindow:
         """Run an operation without tensors; as ``SideChannel.submit``."""
 
         def settled(work: Work[None]) -> None:
-            self._overdue.remove(work)
+            self._loop_watch.remove(work)
             done(work.take_error())
 
         with self._lock:
@@ -51,8 +51,7 @@ class SideWindow:
                 op, self._number, self._mailbox, value=None, timeout=math.inf, on_settled=settled, driver=self.window
             )
             self.window.submit((Submission(Call(op, (), (), None), work),))
-        if not work.done():
-            self._overdue.add(work, self.window)
+        self._loop_watch.add(work, self.window)
         return work
 
 
@@ -60,8 +59,8 @@ class SideWindow:
 class SideChannel:
     """Runs calls on CPU tensors, each with a callback for its end."""
 
-    def __init__(self, backend: Backend, mailbox: Mailbox, overdue: OverdueWorks) -> None:
-        self._backend, self._overdue = backend, overdue
+    def __init__(self, backend: Backend, mailbox: Mailbox, loop_watch: LoopWatch) -> None:
+        self._backend, self._loop_watch = backend, loop_watch
         self._lock = threading.RLock()  # one call at a time; a backend may settle a call inside another call
         self._mailbox = mailbox
         self._numbers = [0, 0]  # counts of calls: collectives, messages
@@ -84,7 +83,7 @@ class SideChannel:
                 if candidate == names[-1]:
                     raise
             else:
-                return cls(backend, context.mailbox, OverdueWorks(poller, context.mailbox))
+                return cls(backend, context.mailbox, LoopWatch(poller, context.mailbox))
         raise AssertionError("no candidates")
 
     def submit(self, call: Call, done: Callable[[AsyncCommError | None], object]) -> Work[None]:
@@ -94,7 +93,7 @@ class SideChannel:
         """
 
         def settled(work: Work[None]) -> None:
-            self._overdue.remove(work)
+            self._loop_watch.remove(work)
             done(work.take_error())
 
         p2p = call.op.p2p
@@ -105,14 +104,13 @@ class SideChannel:
                 call.op, number, self._mailbox, value=None, timeout=math.inf, on_settled=settled, driver=self._backend
             )
             self._backend.submit((Submission(call, work),))
-        if not work.done():
-            self._overdue.add(work, self._backend)
+        self._loop_watch.add(work, self._backend)
         return work
 
     async def window(self, window: WindowInfo) -> SideWindow:
         """Make a window on the host, between the same ranks. Collective; see ``Backend.window``."""
         info = replace(window, group=replace(window.group, device=_CPU))
-        return SideWindow(await self._backend.window(info), self._mailbox, self._overdue)
+        return SideWindow(await self._backend.window(info), self._mailbox, self._loop_watch)
 
     @property
     def name(self) -> str:

@@ -45,3 +45,13 @@ async def test_a_timeout_of_an_operation_that_all_ranks_have_called(
         assert getattr(caught.value, "__notes__", []) == ([ADVICE] if advised else [])
         await asyncio.gather(*works, return_exceptions=True)
         stuck.set()
+
+
+async def test_nothing_is_advised_where_the_ranks_were_not_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    async with world(2, timeout=20.0) as comms:
+        await asyncio.gather(*(comm.all_reduce(torch.ones(7)) for comm in comms))
+        monkeypatch.setattr(comms[1]._session, "reporter", None)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await comms[1].all_reduce(torch.ones(7), timeout=0.2)
+        assert not getattr(caught.value, "__notes__", [])

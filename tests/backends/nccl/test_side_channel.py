@@ -15,7 +15,7 @@ from torch import Tensor
 from asynccomm import BackendError, Comm, MemoryStore, PayloadError
 from asynccomm.backends import registry
 from asynccomm.backends.base import Backend, BackendContext, Submission, UnsuitableError
-from asynccomm.backends.nccl.overdue import OverdueWorks
+from asynccomm.backends.nccl.loop_watch import LoopWatch
 from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.core.mailbox import Mailbox
@@ -190,7 +190,7 @@ async def test_one_that_is_named() -> None:
 
 async def side_of() -> SideChannel:
     mailbox = Mailbox(asyncio.get_running_loop())
-    return SideChannel(Second(), mailbox, OverdueWorks(Asked(), mailbox))  # type: ignore[arg-type]
+    return SideChannel(Second(), mailbox, LoopWatch(Asked(), mailbox))  # type: ignore[arg-type]
 
 
 def barrier() -> Call:
@@ -291,7 +291,7 @@ async def test_what_the_backend_refuses_is_raised() -> None:
 
 async def test_calls_are_completed_without_the_loop_while_it_is_blocked() -> None:
     poller, mailbox = Asked(), Mailbox(asyncio.get_running_loop())
-    side = SideChannel(Second(), mailbox, OverdueWorks(poller, mailbox))  # type: ignore[arg-type]
+    side = SideChannel(Second(), mailbox, LoopWatch(poller, mailbox))  # type: ignore[arg-type]
     late, early = (side.submit(receive(), lambda error: None) for _ in range(2))
     early.settle()
     (check,) = poller.checks

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asynccomm import Work
-from asynccomm.backends.nccl.overdue import CHECK_SECONDS, OverdueWorks
+from asynccomm.backends.nccl.loop_watch import CHECK_SECONDS, LoopWatch
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import ClosedError
 from asynccomm.ops import Barrier
@@ -66,12 +66,12 @@ def works_of(count: int) -> list[Work[Any]]:
 
 async def test_works_are_completed_while_the_loop_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
     poller, driver = Asked(), Driver()
-    overdue = OverdueWorks(poller, Mailbox(asyncio.get_running_loop()))  # type: ignore[arg-type]
+    watch = LoopWatch(poller, Mailbox(asyncio.get_running_loop()))  # type: ignore[arg-type]
     one, other, over, settled = works = works_of(4)
     for work in works:
-        overdue.add(work, driver)
+        watch.add(work, driver)
     assert len(poller.checks) == 1, "one check for all"
-    overdue.remove(over)
+    watch.remove(over)
     settled.settle()
     for _ in range(3):
         poller.look()
@@ -83,18 +83,34 @@ async def test_works_are_completed_while_the_loop_does_not_run(caplog: pytest.Lo
     assert driver.completed == [one, other]
     assert "could not complete barrier() without the event loop" in caplog.text
     assert not poller.checks, "none is left"
-    overdue.add(one, driver)
+    watch.add(one, driver)
     assert len(poller.checks) == 1
     one.settle()
     other.settle()
 
 
+async def test_a_work_that_ends_while_it_is_added_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    poller = Asked()
+    watch = LoopWatch(poller, Mailbox(asyncio.get_running_loop()))  # type: ignore[arg-type]
+    over, late = works_of(2)
+    over.settle()
+    watch.add(over, Driver())
+    assert not poller.checks
+    ended = iter([False, True])
+    monkeypatch.setattr(Work, "done", lambda work: next(ended))  # ``remove`` was called in between
+    watch.add(late, Driver())
+    monkeypatch.undo()
+    poller.look()
+    assert not poller.checks, "nothing is left to watch"
+    late.settle()
+
+
 async def test_a_closed_poller_checks_nothing() -> None:
     poller = Asked()
     poller.closed = True
-    overdue = OverdueWorks(poller, Mailbox(asyncio.get_running_loop()))  # type: ignore[arg-type]
+    watch = LoopWatch(poller, Mailbox(asyncio.get_running_loop()))  # type: ignore[arg-type]
     (work,) = works_of(1)
-    overdue.add(work, Driver())
+    watch.add(work, Driver())
     work.settle()
 
 

@@ -8,6 +8,7 @@ not run, the Works of the side channel are completed without it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import Any, Final, final
@@ -23,11 +24,8 @@ _log = logging.getLogger("asynccomm")
 
 
 @final
-class OverdueWorks:
-    """The Works in flight; while there are any, the poller checks whether the loop of ``mailbox`` runs.
-
-    From any thread.
-    """
+class LoopWatch:
+    """Completes Works in flight while the loop of ``mailbox`` does not run; the poller checks that. From any thread."""
 
     def __init__(self, poller: Poller[Any], mailbox: Mailbox) -> None:
         self._poller, self._mailbox = poller, mailbox
@@ -37,16 +35,17 @@ class OverdueWorks:
         self._asked = False  # whether the loop has been asked to run ``_answer``, and has not done so
 
     def add(self, work: Work[Any], driver: Driver) -> None:
-        """Note a Work that was submitted now."""
+        """Note a Work that was submitted now, and for which :meth:`remove` is called when it is over."""
+        if work.done():
+            return
         with self._lock:
             self._works[work] = driver
-            if self._checked:
-                return
-            self._checked = True
-        try:
-            self._poller.ask(self._check, every=CHECK_SECONDS, first=CHECK_SECONDS)
-        except ClosedError:  # the comm has ended
-            self._works.clear()
+            begin, self._checked = not self._checked, True
+        if work.done():  # only now, perhaps, and then ``remove`` may have been called too early
+            self.remove(work)
+        if begin:
+            with contextlib.suppress(ClosedError):  # the comm has ended
+                self._poller.ask(self._check, every=CHECK_SECONDS, first=CHECK_SECONDS)
 
     def remove(self, work: Work[Any]) -> None:
         """Forget a Work that is over."""
@@ -58,18 +57,19 @@ class OverdueWorks:
 
     def _check(self) -> bool:
         """Complete all Works if the loop has not run since the last check; returns whether to check again."""
-        overdue: list[tuple[Work[Any], Driver]] = []
+        late: list[tuple[Work[Any], Driver]] = []
         with self._lock:
             if self._asked:
-                overdue = list(self._works.items())
+                late = list(self._works.items())
                 self._works.clear()
             self._checked = again = bool(self._works)
-        for work, driver in overdue:
-            if not work.done():  # one may have ended before it was added
-                try:
-                    driver.before_block(work)
-                except Exception:
-                    _log.exception("could not complete %s without the event loop", work.op)
+        for work, driver in late:
+            if work.done():  # by now
+                continue
+            try:
+                driver.before_block(work)
+            except Exception:
+                _log.exception("could not complete %s without the event loop", work.op)
         if again:
             self._asked = True
             self._mailbox.post(self._answer)
