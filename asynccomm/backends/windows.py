@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
+import time
 from collections.abc import Callable
 from ctypes import memmove
 from typing import Protocol, final
@@ -115,6 +116,7 @@ class SignalWaits:
         self._load = load
         self._lock = threading.Lock()
         self._pending: list[Submission] = []
+        self.waited: float = 0.0  #: seconds for the last signal that had not come when it was waited for
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -133,6 +135,7 @@ class SignalWaits:
             if over:
                 self._pending = [wait for wait in self._pending if wait not in over]
         for wait in over:
+            self.waited = time.monotonic() - wait.work.started
             wait.work.settle()
 
     def _holds(self, op: object) -> bool:

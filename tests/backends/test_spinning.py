@@ -1,39 +1,59 @@
-"""The decision whether a wait begins with a spin."""
+"""The decision whether a wait begins with a spin, on all backends that spin."""
 
 from __future__ import annotations
 
-from asynccomm.backends.spinning import MOST_SKIPPED, SpinPolicy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm import Comm, Work, new_comm
+from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
 
 
-def test_failed_spins_are_followed_by_exponentially_more_waits_without() -> None:
-    policy = SpinPolicy()
-    gaps = []
-    for _ in range(9):
-        gap = 0
-        while not policy.should_spin():
-            gap += 1
-        policy.record(False)
-        gaps.append(gap)
-    assert gaps == [0, 1, 3, 7, 15, 31, 63, MOST_SKIPPED, MOST_SKIPPED]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+async def test_a_rank_spins_unless_its_last_wait_was_long(
+    comm: Comm, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with new_comm(backend, name="own", timeout=30) as own:
+        tensor = torch.zeros(4)
+        await own.send(tensor, 1) if own.rank == 0 else await own.recv(tensor, 0)  # connected
+        if own.rank == 0:
+            for k in range(3):
+                await comm.barrier()
+                await own.send(torch.full((4,), float(k)), 1)
+            return
+        made: Any = own.unsafe_get_backend()
+        if backend == "shm":
+            owner, field, watched, spin = made._engine._position, "waited", made._engine, "_spin"
+        else:
+            owner, field, watched, spin = made._p2p, "_waited", made._p2p._endpoint, "serve"
+        spins: list[bool] = []
+        monkeypatch.setattr(watched, spin, counting(getattr(watched, spin), spins))
+
+        async def receive(k: int) -> None:
+            work: Work[Any] = own.recv(tensor, 0)
+            assert not work.done()
+            made.before_await(work)
+            await comm.barrier()
+            await work
+            assert tensor.tolist() == [float(k)] * 4
+
+        setattr(owner, field, 2 * SHORT_WAIT_SECONDS)
+        await receive(0)
+        assert not spins
+        assert 0 < getattr(owner, field) != 2 * SHORT_WAIT_SECONDS, "the wait is measured"
+        setattr(owner, field, SHORT_WAIT_SECONDS / 2)
+        await receive(1)
+        assert spins
+        await receive(2)
 
 
-def test_a_successful_spin_ends_the_back_off() -> None:
-    policy = SpinPolicy()
-    for _ in range(3):
-        while not policy.should_spin():
-            pass
-        policy.record(False)
-    while not policy.should_spin():
-        pass
-    policy.record(True)
-    assert policy.should_spin()
-    assert policy.should_spin()
+def counting(function: Callable[..., Any], calls: list[bool]) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
+        calls.append(True)
+        return function(*args)
 
-
-def test_the_next_decision_is_known_before() -> None:
-    policy = SpinPolicy()
-    for _ in range(20):
-        sleeps = policy.sleeps
-        assert policy.should_spin() is not sleeps
-        if not sleeps:
-            policy.record(False)
+    return counted

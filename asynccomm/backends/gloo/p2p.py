@@ -49,7 +49,7 @@ from asynccomm.backends.gloo.messages import (
 from asynccomm.backends.gloo.staging import room, unpack
 from asynccomm.backends.matching import MatchQueues
 from asynccomm.backends.regions import bytes_of
-from asynccomm.backends.spinning import SpinPolicy
+from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace, PeerOp, PeerParcel, Recv, Send
@@ -107,7 +107,7 @@ class PointToPoint:
         self._cleared: dict[tuple[int, int], tuple[_Incoming, Submission]] = {}  # by source and number
         self._unreported: dict[MessageLink, int] = {}  # bytes taken by operations, of inbound links
         self._window: dict[MessageLink, int] = {}  # bytes that may still be sent, of outbound links
-        self._policy = SpinPolicy()
+        self._waited = 0.0  # seconds from the last call that had to wait to its end
 
     # -- from the comm -------------------------------------------------------------------------------------------------
 
@@ -131,14 +131,12 @@ class PointToPoint:
             self._queues.withdraw_one(receive, receive.op.key)
 
     def spin(self, work: Work[Any]) -> None:
-        """Receive on this thread for some time, before it waits for ``work``, if that has paid off recently."""
+        """Receive on this thread for some time, before it waits for ``work``, if the last wait was short."""
         endpoint = self._endpoint
         long = isinstance(work.op, TensorOp) and work.op.nbytes > SPIN_BYTES
-        if endpoint is None or long or not self._policy.should_spin():
+        if endpoint is None or long or self._waited > SHORT_WAIT_SECONDS:
             return
-        until = time.perf_counter() + SPIN_SECONDS
-        endpoint.serve(until, work.done)
-        self._policy.record(work.done())
+        endpoint.serve(time.perf_counter() + SPIN_SECONDS, work.done)
 
     def settle(self) -> None:
         """Run the steps that need no lock, also those of frames."""
@@ -337,7 +335,7 @@ class PointToPoint:
             if tensors is not None:
                 unpack(_tensor(data[start:]), tensors)
             conclude(delivery, receive)
-        self._finished.append(partial(_settled, receive))
+        self._finished.append(partial(self._settle, receive))
 
     def _receive_data(self, incoming: _Incoming, receive: Submission) -> None:
         """Receive the data of a long message, which follows."""
@@ -354,7 +352,7 @@ class PointToPoint:
         def landed() -> None:
             if copy is not None:
                 copy()
-            self._finished.append(partial(_settled, receive))
+            self._finished.append(partial(self._settle, receive))
 
         link.receive([view(memory)], partial(self._guarded, landed))
 
@@ -368,7 +366,7 @@ class PointToPoint:
             conclude(delivery, receive)
             if memory is not None:
                 memory.clear()  # kept until here
-            self._finished.append(partial(_settled, receive))
+            self._finished.append(partial(self._settle, receive))
 
         if memory is None:
             self._discard(link, length, landed)
@@ -389,7 +387,7 @@ class PointToPoint:
 
         def done() -> None:
             held.clear()  # kept until the socket has taken them
-            self._finished.append(submission.work.settle)
+            self._finished.append(partial(self._settle, submission))
 
         link.put(Header(Kind.DATA, number=number).pack(), head, *[view(tensor) for tensor in tensors], done=done)
         self._flush(link)
@@ -397,6 +395,10 @@ class PointToPoint:
     def _flush(self, link: MessageLink) -> None:
         assert self._endpoint is not None
         self._endpoint.flush(link)
+
+    def _settle(self, submission: Submission) -> None:
+        self._waited = time.monotonic() - submission.work.started
+        submission.work.settle(submission.error)
 
     # -- failure -------------------------------------------------------------------------------------------------------
 
@@ -457,7 +459,7 @@ class PointToPoint:
                 sides = self._rank, str(send.op), self._rank, str(recv.op)
                 raise CollectiveMismatchError(send.work.seq, *sides)
             unpack(bytes_of(send.inputs[0]), recv.outputs)  # one side may be complex, the other real
-        self._finished.extend([partial(_settled, recv), send.work.settle])
+        self._finished.extend([partial(self._settle, recv), send.work.settle])
 
 
 def _take(receive: Submission) -> bool:
@@ -467,10 +469,6 @@ def _take(receive: Submission) -> bool:
 
 def _tensor(data: bytes | bytearray) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else room(0)
-
-
-def _settled(submission: Submission) -> None:
-    submission.work.settle(submission.error)
 
 
 def conclude(delivery: Delivery, submission: Submission) -> None:

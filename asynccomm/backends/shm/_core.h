@@ -92,6 +92,7 @@ typedef struct {
     PyObject_HEAD
     uint64_t step, code, numel, history, number;
     uint64_t messages, kept;
+    double waited; /* seconds */
     PyObject *op;
     char dead;
 } RankPosition;

@@ -346,45 +346,36 @@ static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, T
 
 /* ---- one call ----------------------------------------------------------------------------------------------------- */
 
-int core_goes_on(const FastPath *f, SpinHistory *history, Spin *spin)
+int core_goes_on(const FastPath *f, double waited, Spin *spin)
 {
-    int64_t patience = f->in_loop ? f->patience : f->thread_patience;
+    int64_t now;
     if (!spin->until) {
-        if (!patience) return 0;
-        if (history->skipped < history->to_skip) {
-            history->skipped++;
-            return 0;
-        }
-        history->skipped = 0;
-        spin->until = nanoseconds() + patience;
-    } else if (nanoseconds() >= spin->until) {
-        unsigned to_skip = 2 * history->to_skip + 1;
-        history->to_skip = to_skip < MOST_SKIPPED ? to_skip : MOST_SKIPPED;
+        int64_t patience = f->in_loop ? f->patience : f->thread_patience;
+        if (!patience || waited > f->short_wait) return 0;
+        now = nanoseconds();
+        spin->until = now + patience, spin->last = now + STALL_NS;
+    } else if ((now = nanoseconds()) >= spin->until || now >= spin->last) {
         return 0;
     }
     for (int k = 0; k < 4; k++) RELAX();
-    if (++spin->waits > f->segment->spins) sched_yield(); /* the late rank may need this core */
+    if (++spin->waits > f->segment->spins) {
+        sched_yield(); /* the late rank may need this core */
+        spin->until += nanoseconds() - now;
+    }
     return 1;
-}
-
-void core_found(SpinHistory *history, const Spin *spin)
-{
-    if (spin->until) history->to_skip = 0;
 }
 
 /* Run as far as possible, and a little further. */
 static int run_on(FastPath *f, Run *run)
 {
-    Spin spin = {0, 0};
+    Spin spin = {0, 0, 0};
     for (;;) {
         int result = core_pass(run);
         if (result == MOVED) { /* each wait of a longer operation counts by itself */
-            core_found(&f->history, &spin);
-            spin = (Spin){0, 0};
+            spin = (Spin){0, 0, 0};
             continue;
         }
-        if (result != STUCK) core_found(&f->history, &spin);
-        if (result != STUCK || !core_goes_on(f, &f->history, &spin)) return result;
+        if (result != STUCK || !core_goes_on(f, f->state->waited, &spin)) return result;
     }
 }
 
@@ -413,12 +404,11 @@ static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t
 {
     LinkState *link = f->segment->links[entry->peer];
     Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
-    Spin spin = {0, 0};
+    Spin spin = {0, 0, 0};
     Frame frame;
     if (f->state->messages || f->state->kept || link->gone) return 0;
     while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
-        if (!core_goes_on(f, &f->history, &spin)) return 0;
-    core_found(&f->history, &spin);
+        if (!core_goes_on(f, f->state->waited, &spin)) return 0;
     const char *payload = next_frame(f->segment, link, ring, &frame);
     if (!payload || frame.kind != SHORT || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel
         || frame.nbytes != nbytes || link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring)
@@ -775,7 +765,7 @@ static int find_methods(FastPath *f)
 }
 
 /* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, notes, note,
- * profiler, lock, driven, queue, inbox, tensor, parameter, values, patience, short_bytes, thread_patience,
+ * profiler, lock, driven, queue, inbox, tensor, parameter, values, short_bytes, (patience, thread_patience, short_wait),
  * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
@@ -783,11 +773,11 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     long long short_bytes;
     double patience, thread_patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!OOO!O!OOOOOO!dLd(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!OOO!O!OOOOOO!L(ddd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
                                   &f->profiler, Lock_Type, &f->lock, &f->driven,
-                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &short_bytes, &thread_patience,
+                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &short_bytes, &patience, &thread_patience, &f->short_wait,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
                                   &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
 #define HOLD(name) Py_XINCREF((PyObject *)f->name);

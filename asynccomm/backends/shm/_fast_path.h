@@ -10,7 +10,7 @@
 #define MOST_DIMS 8
 #define MOST_WORDS 1024
 #define MOST_CONSTANTS 24
-#define MOST_SKIPPED 64 /* calls in a row without a spin, after spinning has failed */
+#define STALL_NS 1000000
 #define ENTRIES 1024    /* a power of two */
 #define CODES 16        /* places of a table */
 
@@ -87,14 +87,11 @@ typedef struct {
     int holds; /* of the table, and of calls: a destructor may make further calls, which empty the table */
 } Entry;
 
-/* A wait for late ranks inside the call: for a moment, and only if that has paid off recently. */
+/* A wait for late ranks inside the call, for a moment. The time for which other threads get the core counts up to STALL_NS. */
 typedef struct {
-    int64_t until; /* 0: not begun */
+    int64_t until, last; /* until: 0: not begun */
     unsigned waits;
 } Spin;
-typedef struct {
-    unsigned to_skip, skipped;
-} SpinHistory;
 
 /* Calls that a scope holds: _scopes.c */
 typedef struct {
@@ -133,8 +130,8 @@ typedef struct {
     Entry *entries[ENTRIES];
     int known;
     int64_t patience, thread_patience; /* nanoseconds; the latter on a thread that runs no loop, and so waits anyway */
+    double short_wait;                 /* seconds: after a longer wait, the next one is no spin */
     int in_loop; /* of the current call */
-    SpinHistory history;
 } FastPath;
 
 extern PyTypeObject *Core_FastPath;
@@ -150,11 +147,8 @@ int core_ask_tensor(const FastPath *f, PyObject *tensor, Tensors *tensors);
 /* Append a tensor to the key, and take its address. 1: done; 0: it is unusual. */
 int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors);
 
-/* Pass a little time; 0 if there was enough of it. */
-int core_goes_on(const FastPath *f, SpinHistory *history, Spin *spin);
-
-/* Note that what the spin waited for has come. */
-void core_found(SpinHistory *history, const Spin *spin);
+/* Pass a little time; 0 if there was enough of it, or if the last wait, of `waited` seconds, was too long for another spin. */
+int core_goes_on(const FastPath *f, double waited, Spin *spin);
 
 /* The user's place of the call: (code, instruction); None if it is not recorded. */
 PyObject *core_site_of(FastPath *f);

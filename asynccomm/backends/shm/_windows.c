@@ -32,7 +32,7 @@ typedef struct {
     char ended;
     uint64_t signals;
     long long inline_bytes;
-    SpinHistory history;
+    double waited; /* seconds, for the last signal that had not come when it was waited for */
     PyObject *number, *kinds, *comparisons; /* tuples: the classes of operations, and SignalCmpOp */
     Part *parts;
 } FastWindow;
@@ -175,10 +175,9 @@ static int holds(int comparison, uint64_t signal, uint64_t value)
 static int wait_for(FastWindow *w, const Operation *op)
 {
     Word *signal = w->parts[w->rank].signals + op->slot;
-    Spin spin = {0, 0};
+    Spin spin = {0, 0, 0};
     while (!holds(op->comparison, acquired(signal), op->value))
-        if (!core_goes_on(w->path, &w->history, &spin)) return 0;
-    core_found(&w->history, &spin);
+        if (!core_goes_on(w->path, w->waited, &spin)) return 0;
     return 1;
 }
 
@@ -363,7 +362,7 @@ static PyObject *FastWindow_new(PyTypeObject *type, PyObject *args, PyObject *Py
 }
 
 static PyMemberDef members[] = {
-    {"queued", T_INT, offsetof(FastWindow, queued), 0, NULL},
+    {"queued", T_INT, offsetof(FastWindow, queued), 0, NULL}, {"waited", T_DOUBLE, offsetof(FastWindow, waited), 0, NULL},
     {"ended", T_BOOL, offsetof(FastWindow, ended), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 #define NAMED(name, doc) {#name, (PyCFunction)(void (*)(void))FastWindow_##name, METH_FASTCALL, doc}

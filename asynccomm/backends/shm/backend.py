@@ -30,10 +30,7 @@ from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
 from asynccomm.backends.shm.settings import (
     HINTS,
     Settings,
-    patience_for,
     spin_seconds,
-    wake_up_is_measured,
-    wake_up_seconds,
     yield_seconds,
 )
 from asynccomm.backends.shm.windows import ShmWindow, WindowPace
@@ -83,7 +80,7 @@ class ShmBackend(Backend):
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
         Settings.of(hints)
-        spin_seconds(hints)
+        spin_seconds(hints, 1)
         yield_seconds(hints)
 
     @classmethod
@@ -92,13 +89,9 @@ class ShmBackend(Backend):
             await report_unsupported(context, reason)
         settings = Settings.of(context.hints)
         layout = settings.layout(context.group.size)
-        patience = spin_seconds(context.hints)
+        patience = spin_seconds(context.hints, context.group.size)
         with contextlib.ExitStack() as unless_connected:
             try:
-                if patience is None:
-                    if context.group.size > 1 and not wake_up_is_measured():
-                        await anyio.to_thread.run_sync(wake_up_seconds)
-                    patience = patience_for(context.group.size)
                 worker = shared_thread()
                 memory = arena().hold()
                 unless_connected.callback(arena().release)

@@ -43,7 +43,7 @@ class Fault(IntEnum):
 class RankPosition:
     """The position of a rank in the sequence of collectives, and its messages; ``_core`` has it in C."""
 
-    __slots__ = ("code", "dead", "history", "kept", "messages", "number", "numel", "op", "step")
+    __slots__ = ("code", "dead", "history", "kept", "messages", "number", "numel", "op", "step", "waited")
 
     def __init__(self) -> None:
         self.step: int = 0  #: the first step of the next collective
@@ -56,6 +56,7 @@ class RankPosition:
         self.op: Op = Barrier()  #: the current collective, for errors
         self.messages: int = 0  #: point-to-point operations that are pending
         self.kept: int = 0  #: messages that have arrived, and that no receive was posted for
+        self.waited: float = 0.0  #: seconds that the last operation took which was not done in its call
         self.dead: bool = False  #: nothing is submitted any more
 
 

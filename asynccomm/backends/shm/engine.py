@@ -42,7 +42,7 @@ from asynccomm.backends.shm.rank_words import RankWords
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
-from asynccomm.backends.spinning import SpinPolicy
+from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
@@ -119,13 +119,15 @@ class Engine:
         self._with_worker = False
         self._dozing = False  # the progress thread may sleep until it is rung
         self._arming = False  # a call of ``_arm`` is scheduled on the loop
-        self._spin_policy = SpinPolicy()
+        self._waits_since = 0.0  # monotonic time of the last operation that finished, or that was submitted alone
 
     # -- from the comm ------------------------------------------------------------------------------------------------
 
     def submit(self, batch: Sequence[Submission]) -> None:
         """Submit operations, in order, and advance them as far as possible without waiting. From any thread."""
         large = False
+        if not (self._queue or self._inbox or self._messages.pending):
+            self._waits_since = time.monotonic()
         for item in batch:
             if item.nbytes > self.inline_bytes:
                 self._large_in += 1
@@ -137,7 +139,7 @@ class Engine:
             self._to_worker()
         elif asyncio._get_running_loop() is self._loop:
             # a call that C has begun has seen that peers are late: this rank sleeps next, unless it spins
-            late = batch[-1].run is not None and self._spin_policy.sleeps
+            late = batch[-1].run is not None and self._position.waited > SHORT_WAIT_SECONDS
             self._drive(arm=late)
             if not (late or self._arming) and (self._queue or self._messages.pending):
                 self._arming = True
@@ -160,9 +162,9 @@ class Engine:
         return fast_path(self._executor, calls, limits, self._lock.locked, self.failed, *queues)
 
     def before_await(self, work: Work[Any]) -> None:
-        """Spin for the peers before a task on the loop waits for ``work``, if spinning has paid off recently."""
-        if not (self._large or self._waited) and self.patience and self._spin_policy.should_spin():
-            self._spin_policy.record(self._spin(work))
+        """Spin for the peers before a task on the loop waits for ``work``, if the last wait was short."""
+        if not (self._large or self._waited) and self.patience and self._position.waited <= SHORT_WAIT_SECONDS:
+            self._spin(work)
 
     def before_block(self, work: Work[Any]) -> None:
         """Make ``work`` complete without the event loop, before a thread blocks for it."""
@@ -335,6 +337,9 @@ class Engine:
             finished.append(item)
             if self._large and item.nbytes > self.inline_bytes:
                 self._large_out += 1
+        if finished:
+            now = time.monotonic()
+            self._position.waited, self._waits_since = now - self._waits_since, now
         if self._position.dead:
             faults = list(self._faults)
             self._faults.clear()

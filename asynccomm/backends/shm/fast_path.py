@@ -22,6 +22,7 @@ from asynccomm.backends.shm.endpoint import largest_short
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.lowering import has_program, lowered
 from asynccomm.backends.shm.vectors import Operand, Scattered
+from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
 from asynccomm.core.callsite import call_site, user_files
 from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.core.work import Work
@@ -31,8 +32,7 @@ from asynccomm.ops.reduce_op import CONSTANTS
 from asynccomm.ops.signature import Signature, signature
 from asynccomm.ops.validation import CommInfo
 
-SPIN_SECONDS: Final = 3e-5  # for a late rank, inside the call: longer than another rank's call on the ordinary path
-THREAD_SPIN_SECONDS: Final = 1.5e-4  # the same on a thread that runs no loop: it is about to wait in any case
+SPIN_SECONDS: Final = 1e-4  # for a late rank, inside the call: longer than another rank's call on the ordinary path
 _TORCHS: Final = (
     [getattr(torch.distributed.ReduceOp, op.type.name) for op in CONSTANTS] if torch.distributed.is_available() else []
 )
@@ -117,9 +117,9 @@ def fast_path(
         Tensor,
         Parameter,
         (None, True, False, *CONSTANTS, *_TORCHS),  # arguments of a recipe that are neither tensors nor integers
-        limits.patience if crowded else min(SPIN_SECONDS, limits.patience),
         largest_short(board.layout),
-        limits.patience if crowded else min(THREAD_SPIN_SECONDS, limits.patience),
+        # a thread that runs no loop is about to wait in any case
+        (limits.patience if crowded else min(SPIN_SECONDS, limits.patience), limits.patience, SHORT_WAIT_SECONDS),
         (
             calls.queues,
             calls.in_flight.works,

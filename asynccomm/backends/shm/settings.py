@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-import statistics
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final, Self, final
@@ -20,14 +15,12 @@ MOST_BYTES: Final = 1 << 30  # upper limit of every size
 # bench/loop_lag.py, 2 ranks on 2 cores: the 99th percentile of the loop's lag is below 1 ms, and 2 to 4 ms without.
 YIELD_SECONDS: Final = 3e-4
 
-WAKE_UPS: Final = 5  # wake-up latencies that a rank spins for
-LEAST: Final = 50e-6  # seconds, the shortest spin
-MOST: Final = 400e-6  # seconds, the longest spin: it stalls the event loop
-ROUNDS: Final = 40  # round trips per measurement
+# A peer that is awake answers within microseconds. The spin must outlast a wake-up and a call of a peer on a busy core;
+# after a shorter one, ranks fall into antiphase: each goes to sleep just before the peer that it has rung is awake.
+SPIN_SECONDS: Final = 2e-4
 
 HINTS: Final[Mapping[str, str]] = {
-    "spin_us": "microseconds to look out for a late rank before going to sleep, 0 for not at all (default: five "
-    "wake-ups of this machine, as measured)",
+    "spin_us": "microseconds to look out for a late rank before going to sleep, 0 for not at all (default 200)",
     "yield_us": "microseconds of a large transfer after which its thread offers its core to others, such as the event "
     "loop, 0 for never (default 300)",
     "chunk_bytes": "bytes that a rank shares in one step of a collective (default 524288)",
@@ -74,62 +67,18 @@ class Settings:
         return Layout(size, max(self.chunk_bytes, size * LINE), BANKS, self.message_bytes)
 
 
-def spin_seconds(hints: Mapping[str, str]) -> float | None:
-    """The hint ``spin_us`` in seconds; None without the hint. Raises ``ValueError``."""
-    return _number("spin_us", hints["spin_us"]) * 1e-6 if "spin_us" in hints else None
+def spin_seconds(hints: Mapping[str, str], size: int) -> float:
+    """The time that a rank of a comm of ``size`` ranks spins for a late peer before it sleeps, in seconds.
+
+    Raises ``ValueError`` for a bad hint ``spin_us``.
+    """
+    seconds = _number("spin_us", hints["spin_us"]) * 1e-6 if "spin_us" in hints else SPIN_SECONDS
+    return seconds if size > 1 else 0.0  # no other rank can be late
 
 
 def yield_seconds(hints: Mapping[str, str]) -> float:
     """The hint ``yield_us`` in seconds; infinite if it is 0. Raises ``ValueError``."""
     return (_number("yield_us", hints["yield_us"]) * 1e-6 or math.inf) if "yield_us" in hints else YIELD_SECONDS
-
-
-def patience_for(size: int) -> float:
-    """The time that a rank spins for a late peer before it sleeps, in seconds, on this machine.
-
-    Spinning pays while it probably ends sooner than a wake-up would: a peer that is awake answers within microseconds.
-    The budget must outlast a wake-up. With a smaller budget, ranks fall into antiphase: each rank goes to sleep just
-    before the peer that it has rung is awake. Between two checks the spinning thread calls sched_yield, so spinning
-    pays even where ranks share cores: an all_reduce of 4 ranks on 2 cores takes 60 us, 93 us without spinning, and
-    130 us with spinning but no sched_yield.
-
-    The first call measures the wake-up latency, which takes some milliseconds.
-
-    Args:
-        size: the number of ranks in the comm; a comm of one rank never spins.
-    """
-    if size == 1:
-        return 0.0
-    return min(MOST, max(LEAST, WAKE_UPS * wake_up_seconds()))
-
-
-@functools.cache
-def wake_up_seconds() -> float:
-    """The latency of waking a sleeping thread, in seconds: half the median round trip between two threads."""
-    here, there = os.eventfd(0), os.eventfd(0)
-
-    def answer() -> None:
-        for _ in range(ROUNDS):
-            os.eventfd_read(there)
-            os.eventfd_write(here, 1)
-
-    thread = threading.Thread(target=answer, name="asynccomm wake-up", daemon=True)
-    thread.start()
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        os.eventfd_write(there, 1)
-        os.eventfd_read(here)
-        times.append(time.perf_counter() - start)
-    thread.join()
-    os.close(here)
-    os.close(there)
-    return statistics.median(times) / 2
-
-
-def wake_up_is_measured() -> bool:
-    """Whether ``wake_up_seconds`` returns at once."""
-    return wake_up_seconds.cache_info().currsize > 0
 
 
 def _number(key: str, text: str) -> int:

@@ -31,7 +31,7 @@ from asynccomm.backends.shm.doorbell import Bell
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
 from asynccomm.backends.shm.window_parts import GuestPart, ShmPart, WindowLayout
-from asynccomm.backends.spinning import SpinPolicy
+from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
 from asynccomm.backends.windows import SignalWaits
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work
@@ -93,7 +93,6 @@ class ShmWindow(BackendWindow):
         self._bell = mapping.bells[rank][Bell.LOOP]
         self._inline_bytes, self.patience = pace
         self.stretch = math.inf  #: for the progress thread: a look does not take long
-        self._spin_policy = SpinPolicy()
         self._lane = OrderedExecutor(f"asynccomm-window-{layout.window.number}", 1)
         self._queued = 0  # jobs of the lane that are not done
         self._fast: Any = None  # ``_core.FastWindow``
@@ -268,14 +267,19 @@ class ShmWindow(BackendWindow):
 
     def look(self) -> None:
         """Settle the waits for signals that have come, and have the peers ring for the others. From any thread."""
-        self._waits.look()
+        self._settle_waits()
         if not self._waits or self._ended:
             return
         with self._sleeping:
             for bell in (Bell.LOOP, Bell.WORKER) if self._blocked else (Bell.LOOP,):
                 self._words[self._asleep[bell]] = 1
             self._fence.full()
-        self._waits.look()  # a signal may have come before its rank could see that it is to ring
+        self._settle_waits()  # a signal may have come before its rank could see that it is to ring
+
+    def _settle_waits(self) -> None:
+        self._waits.look()
+        if self._fast is not None:
+            self._fast.waited = self._waits.waited
 
     def _on_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -283,8 +287,8 @@ class ShmWindow(BackendWindow):
         self.look()
 
     def before_await(self, work: Work[Any]) -> None:
-        if isinstance(work.op, WindowWait) and self.patience and self._spin_policy.should_spin():
-            self._spin_policy.record(self._spin(work))
+        if isinstance(work.op, WindowWait) and self.patience and self._waits.waited <= SHORT_WAIT_SECONDS:
+            self._spin(work)
 
     def _spin(self, work: Work[Any]) -> bool:
         until = time.perf_counter() + self.patience
@@ -292,7 +296,7 @@ class ShmWindow(BackendWindow):
             if time.perf_counter() > until:
                 return False
             os.sched_yield()  # the late peer may need this core
-            self._waits.look()
+            self._settle_waits()
         return True
 
     def before_block(self, work: Work[Any]) -> None:
@@ -307,7 +311,7 @@ class ShmWindow(BackendWindow):
 
     def turn(self) -> ProgressResult:
         """Look at the signals that blocked callers wait for."""
-        self._waits.look()
+        self._settle_waits()
         for work in self._blocked.copy():
             if work.done():
                 self._blocked.discard(work)

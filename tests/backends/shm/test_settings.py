@@ -7,13 +7,10 @@ import pytest
 
 from asynccomm.backends.shm.settings import (
     HINTS,
-    LEAST,
-    MOST,
+    SPIN_SECONDS,
     YIELD_SECONDS,
     Settings,
-    patience_for,
     spin_seconds,
-    wake_up_seconds,
     yield_seconds,
 )
 from tests.cases import cases
@@ -56,11 +53,13 @@ def test_what_cannot_be_laid_out_is_named(key: str, value: str) -> None:
 
 
 def test_spin() -> None:
-    assert spin_seconds({}) is None
-    assert spin_seconds({"spin_us": "0"}) == 0
-    assert spin_seconds({"spin_us": "150"}) == pytest.approx(150e-6)
+    assert spin_seconds({}, 2) == SPIN_SECONDS
+    assert f"default {SPIN_SECONDS * 1e6:.0f})" in HINTS["spin_us"]
+    assert spin_seconds({"spin_us": "0"}, 2) == 0
+    assert spin_seconds({"spin_us": "150"}, 2) == pytest.approx(150e-6)
+    assert spin_seconds({"spin_us": "150"}, 1) == 0, "no other rank can be late"
     with pytest.raises(ValueError, match="'spin_us' must be an integer"):
-        spin_seconds({"spin_us": "fast"})
+        spin_seconds({"spin_us": "fast"}, 2)
 
 
 def test_a_slot_has_a_line_for_every_rank() -> None:
@@ -73,18 +72,3 @@ def test_how_long_it_keeps_a_core() -> None:
     assert yield_seconds({"yield_us": "1000"}) == pytest.approx(1e-3)
     with pytest.raises(ValueError, match="'yield_us' must be an integer"):
         yield_seconds({"yield_us": "often"})
-
-
-def test_a_wake_up_is_measured() -> None:
-    assert 0 < wake_up_seconds() < 0.1
-    assert wake_up_seconds() == wake_up_seconds()  # once per process
-
-
-@pytest.mark.parametrize(("wake_up", "seconds"), [(1e-9, LEAST), (30e-6, 150e-6), (1.0, MOST)])
-def test_some_wake_ups_within_limits(monkeypatch: pytest.MonkeyPatch, wake_up: float, seconds: float) -> None:
-    monkeypatch.setattr("asynccomm.backends.shm.settings.wake_up_seconds", lambda: wake_up)
-    assert patience_for(2) == pytest.approx(seconds)
-
-
-def test_none_where_nobody_can_be_late() -> None:
-    assert patience_for(1) == 0
