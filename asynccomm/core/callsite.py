@@ -31,6 +31,7 @@ def call_site(depth: int = 1) -> CallSite | None:
         elif not _is_ours(code.co_filename):
             user_files.add(code.co_filename)
             break
+        passed_files.add(code.co_filename)
         above = frame.f_back
         if above is None:
             return in_torch
@@ -48,14 +49,14 @@ def _torch_directory() -> str:
 
 # the interpreter gives all files of a package the same prefix
 _PACKAGE: Final = os.path.dirname(os.path.dirname(call_site.__code__.co_filename)) + os.sep
+_USERS: Final = tuple([_PACKAGE + name + os.sep for name in ("testing", "benchmarks")])  # call it as users' code does
 _TORCH: Final = _torch_directory()
 user_files: set[str] = set()  #: files that call this package; bounded by the program's files
+passed_files: set[str] = set()  #: files of this package and of torch between them and the operation
 
 
 def _is_ours(name: str) -> bool:
-    if not name.startswith(_PACKAGE):
-        return False
-    return not name.startswith(f"{_PACKAGE}testing{os.sep}")  # testing uses the package as user code does
+    return name.startswith(_PACKAGE) and not name.startswith(_USERS)
 
 
 _shown: dict[tuple[int, int], tuple[CodeType, str]] = {}  # by id and instruction; a kept code object keeps its id

@@ -70,8 +70,9 @@ def test_torch_is_the_place_where_it_runs_without_a_user() -> None:
     assert show(sites.get(timeout=10)) == f"{path}:2 in outer"
 
 
-def test_the_packages_tests_are_users() -> None:
-    path = PACKAGE / "testing" / "conformance" / "x.py"
+@pytest.mark.parametrize("folder", ["testing/conformance", "benchmarks"])
+def test_the_packages_tests_and_benchmarks_are_users(folder: str) -> None:
+    path = PACKAGE / folder / "x.py"
     outer = run_as(path, "def outer(get):\n    return get()\n")["outer"]
     assert show(outer(call_site)) == f"{path}:2 in outer"
 

@@ -21,7 +21,7 @@
 PyTypeObject *Core_FastPath;
 static PyTypeObject *Streak_Type, *Counts_Type, *State_of_Work, *Log_Type, *Lock_Type;
 static PyObject *get_running_loop, *get_frame, *one, *two;
-static PyObject *name_running, *name_append, *name_filename, *name_lasti, *name_dtype, *name_profiling;
+static PyObject *name_running, *name_append, *name_filename, *name_lasti, *name_dtype, *name_profiling, *name_back;
 
 static void release_arguments(Arguments *arguments)
 {
@@ -420,40 +420,57 @@ static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t
     return 1;
 }
 
-/* Whether a code object is the user's; -1 with an exception. */
-static int is_users(const FastPath *f, PyObject *code)
+/* Whether the file of a code object is in a set; -1 with an exception. The code objects found are kept in `known`. */
+static int is_in(PyObject *files, PyObject **known, PyObject *code)
 {
+    PyObject **place = &known[(uintptr_t)code / 64 % CODES];
+    if (*place == code) return 1;
     PyObject *file = PyObject_GetAttr(code, name_filename);
-    int users = file ? PySet_Contains(f->files, file) : -1;
+    int found = file ? PySet_Contains(files, file) : -1;
     Py_XDECREF(file);
-    return users;
+    if (found > 0) {
+        PyObject *before = *place;
+        Py_INCREF(code);
+        *place = code;
+        Py_XDECREF(before);
+    }
+    return found;
+}
+
+/* As call_site, from `frame` on, a reference that is taken; None if Python has to look. */
+static PyObject *site_from(FastPath *f, PyObject *frame)
+{
+    PyObject *site = NULL;
+    int users = 0, passed = 1;
+    for (int k = 0; k < MOST_PASSED && passed > 0 && frame != Py_None; k++) {
+        PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+        users = is_in(f->files, f->codes, code);
+        passed = users ? 0 : is_in(f->passed_files, f->passed, code);
+        PyObject *next = users > 0 ? PyObject_GetAttr(frame, name_lasti) : passed > 0 ? PyObject_GetAttr(frame, name_back) : NULL;
+        if (users > 0 && next) site = PyTuple_Pack(2, code, next);
+        if (passed > 0 && next) {
+            Py_DECREF(frame);
+            frame = next;
+        } else {
+            passed = 0;
+            Py_XDECREF(next);
+        }
+        Py_DECREF(code);
+    }
+    Py_DECREF(frame);
+    if (site || PyErr_Occurred()) return site;
+    Py_RETURN_NONE;
 }
 
 PyObject *core_site_of(FastPath *f)
 {
     if (f->call_site == Py_None) Py_RETURN_NONE;
-    PyObject *frame = PyObject_CallFunctionObjArgs(get_frame, one, NULL), *site = NULL; /* 0: the method of the comm */
-    if (!frame) { /* called from C */
-        PyErr_Clear();
-        return PyObject_CallFunctionObjArgs(f->call_site, two, NULL);
-    }
-    PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), **known = &f->codes[(uintptr_t)code / 64 % CODES];
-    int users = *known == code || is_users(f, code);
-    if (users > 0) {
-        PyObject *before = *known;
-        Py_INCREF(code);
-        *known = code;
-        Py_XDECREF(before);
-        PyObject *instruction = PyObject_GetAttr(frame, name_lasti);
-        if (instruction) {
-            site = PyTuple_Pack(2, code, instruction);
-            Py_DECREF(instruction);
-        }
-    } else if (!users) {
-        site = PyObject_CallFunctionObjArgs(f->call_site, two, NULL); /* 0: call_site itself */
-    }
-    Py_DECREF(code), Py_DECREF(frame);
-    return site;
+    PyObject *frame = PyObject_CallFunctionObjArgs(get_frame, one, NULL); /* 0: the method of the comm */
+    if (!frame) PyErr_Clear(); /* called from C */
+    PyObject *site = frame ? site_from(f, frame) : NULL;
+    if (frame && site != Py_None) return site;
+    Py_XDECREF(site);
+    return PyObject_CallFunctionObjArgs(f->call_site, two, NULL); /* 0: call_site itself */
 }
 
 int core_is_open(FastPath *f)
@@ -699,7 +716,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(storage) DO(values) DO(scopes.queues)               \
+    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(storage) DO(values) DO(scopes.queues)               \
     DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -708,7 +725,10 @@ static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
 #define VISIT(name) Py_VISIT((PyObject *)f->name);
     OBJECTS(VISIT)
-    for (int k = 0; k < CODES; k++) Py_VISIT(f->codes[k]);
+    for (int k = 0; k < CODES; k++) {
+        Py_VISIT(f->codes[k]);
+        Py_VISIT(f->passed[k]);
+    }
     for (int k = 0; k < ENTRIES; k++) {
         Entry *entry = f->entries[k];
         if (!entry) continue;
@@ -731,7 +751,10 @@ static int FastPath_clear(PyObject *self)
         Py_XDECREF(old);                                                                                               \
     } while (0);
     OBJECTS(CLEAR)
-    for (int k = 0; k < CODES; k++) Py_CLEAR(f->codes[k]);
+    for (int k = 0; k < CODES; k++) {
+        Py_CLEAR(f->codes[k]);
+        Py_CLEAR(f->passed[k]);
+    }
     return 0;
 }
 
@@ -764,7 +787,7 @@ static int find_methods(FastPath *f)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, notes, note,
+/* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, passed_files, recent, notes, note,
  * profiler, lock, driven, queue, inbox, tensor, parameter, values, short_bytes, (patience, thread_patience, short_wait),
  * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
@@ -773,9 +796,9 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     long long short_bytes;
     double patience, thread_patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!OOO!O!OOOOOO!L(ddd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!OOOOOO!L(ddd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
-                                  &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
+                                  &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &PySet_Type, &f->passed_files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
                                   &f->profiler, Lock_Type, &f->lock, &f->driven,
                                   &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &short_bytes, &patience, &thread_patience, &f->short_wait,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
@@ -822,7 +845,7 @@ int core_add_fast_path(PyObject *module)
 {
     const struct { PyObject **place; const char *text; } names[] = {
         {&name_running, "__asyncio_running_event_loop__"}, {&name_append, "append"}, {&name_filename, "co_filename"},
-        {&name_lasti, "f_lasti"}, {&name_dtype, "dtype"}, {&name_profiling, "_is_profiler_enabled"}};
+        {&name_lasti, "f_lasti"}, {&name_dtype, "dtype"}, {&name_back, "f_back"}, {&name_profiling, "_is_profiler_enabled"}};
     for (size_t k = 0; k < sizeof names / sizeof *names; k++)
         if (!(*names[k].place = PyUnicode_InternFromString(names[k].text))) return -1;
     if (!(get_running_loop = attribute_of("asyncio", "_get_running_loop")) || !(get_frame = attribute_of("sys", "_getframe"))

@@ -13,6 +13,7 @@
 #define STALL_NS 1000000
 #define ENTRIES 1024    /* a power of two */
 #define CODES 16        /* places of a table */
+#define MOST_PASSED 32  /* frames between the user's and the call */
 
 /* ---- tensors, by the table of functions that torch publishes for DLPack ------------------------------------------- */
 
@@ -115,13 +116,13 @@ typedef struct {
     RankPosition *state;
     CallCounts *counts;
     PyTypeObject *work_type;
-    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *notes, *note, *profiler, *driven, *queue, *inbox;
+    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *passed_files, *notes, *note, *profiler, *driven, *queue, *inbox;
     CallLog *recent;
     ReentrantLock *lock;
     DLPackTable *table;
     PyTypeObject *tensor, *parameter, *storage;
     Method is_neg, storage_offset, untyped_storage, nbytes;
-    PyObject *codes[CODES]; /* of the user, that have called; by their addresses */
+    PyObject *codes[CODES], *passed[CODES]; /* of the user, that have called, and between them and the call; by their addresses */
     Scopes scopes;
     uint64_t serials;
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */

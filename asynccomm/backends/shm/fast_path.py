@@ -23,7 +23,7 @@ from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.lowering import has_program, lowered
 from asynccomm.backends.shm.vectors import Operand, Scattered
 from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
-from asynccomm.core.callsite import call_site, user_files
+from asynccomm.core.callsite import call_site, passed_files, user_files
 from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.core.work import Work
 from asynccomm.ops import Call, Several
@@ -107,6 +107,7 @@ def fast_path(
         broken,
         call_site if calls.records_sites else None,
         user_files,
+        passed_files,
         calls.recent,
         calls.notes,
         calls.note,

@@ -14,7 +14,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import asynccomm
 from asynccomm import (
     BrokenError,
     ClosedError,
@@ -36,7 +40,7 @@ from asynccomm import (
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.backends.shm.endpoint import SHORT
 from asynccomm.comm.direct_calls import SubmitterCalls
-from asynccomm.core.callsite import show
+from asynccomm.core.callsite import CallSite, call_site, show
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.ops.dtypes import CODES
 from tests.sampling import some
@@ -283,6 +287,43 @@ async def test_a_work_has_everything() -> None:
             ("all_reduce(float32[2], SUM)", work.site, work.seq) for work in works
         ]
         assert comm.statistics()[:4] == (3, 0, 0, 0)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("inner", [Path(asynccomm.__file__).parent, Path(torch.__file__).parent])
+async def test_the_site_is_the_users_also_behind_other_frames(inner: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = 0
+
+    def counting(depth: int) -> CallSite | None:
+        nonlocal walks
+        walks += 1
+        return call_site(depth + 1)
+
+    monkeypatch.setattr("asynccomm.backends.shm.fast_path.call_site", counting)
+    names: dict[str, Any] = {}
+    source = "def within(call, depth):\n    return within(call, depth - 1) if depth else call()\n"
+    exec(compile(source, str(inner / "inner.py"), "exec"), names)
+    within: Callable[[Callable[[], Any], int], Any] = names["within"]
+    async with counted() as (comm, paths):
+        tensor = torch.ones(2)
+        call = partial(comm.all_reduce, tensor)  # no frame of this file
+
+        for depth, walked in ((0, True), (3, False), (60, True)):  # C knows the frames, and gives up after some
+            walks = 0
+            for _ in range(2):
+                work = within(call, depth)
+                assert paths.took() == "fast"
+                assert show(work.site).endswith(" in test_the_site_is_the_users_also_behind_other_frames")
+            assert (walks > 0) is walked
+
+        sites: SimpleQueue[str] = SimpleQueue()
+
+        def put(work: Any) -> None:
+            sites.put(show(work.site))
+
+        exec(compile("def alone(call, put):\n    put(call())\n", str(inner / "inner.py"), "exec"), names)
+        _thread.start_new_thread(names["alone"], (call, put))
+        assert sites.get(timeout=30) == (f"{inner / 'inner.py'}:2 in alone" if inner.name == "torch" else "")
 
 
 @pytest.mark.ranks(1)
