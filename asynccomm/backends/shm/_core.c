@@ -100,7 +100,7 @@ static void Program_dealloc(PyObject *self)
         for (int j = 0; stage->actions && j < stage->action_count; j++) free(stage->actions[j].sources);
         free(stage->actions), free(stage->waited);
     }
-    free(p->stages), free(p->reach);
+    free(p->stages), free(p->reach), free(p->sends), free(p->receives);
     core_free(self);
 }
 
@@ -214,12 +214,31 @@ static int parse_stage(const Segment *s, Program *p, PyObject *t, Stage *stage)
     return failed ? -1 : 0;
 }
 
-/* program(steps, stages, lending), where `lending` is (slot, result) or None */
+/* (sends, receives, room) */
+static int parse_announced(const Segment *s, Program *p, PyObject *t)
+{
+    if (!s->position) {
+        PyErr_SetString(PyExc_RuntimeError, "the segment follows no position");
+        return -1;
+    }
+    p->sends = core_zeroed(s->size, sizeof(int64_t)), p->receives = core_zeroed(s->size, sizeof(int64_t));
+    if (!p->sends || !p->receives) return -1;
+    p->room = core_number_at(t, 2, 1, s->chunk, "room");
+    for (int side = 0; side < 2 && !PyErr_Occurred(); side++) {
+        PyObject *sizes = PySequence_GetItem(t, side);
+        for (int rank = 0; sizes && rank < s->size; rank++)
+            (side ? p->receives : p->sends)[rank] = core_number_at(sizes, rank, 0, INT64_MAX / 4, "bytes");
+        Py_XDECREF(sizes);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* program(steps, stages, lending, announced), where `lending` is (slot, result) or None */
 static PyObject *Segment_program(PyObject *self, PyObject *args)
 {
     long long steps;
-    PyObject *stages, *lending;
-    if (!PyArg_ParseTuple(args, "LOO", &steps, &stages, &lending)) return NULL;
+    PyObject *stages, *lending, *announced;
+    if (!PyArg_ParseTuple(args, "LOOO", &steps, &stages, &lending, &announced)) return NULL;
     Py_ssize_t count = PySequence_Size(stages);
     if (count < 0) return NULL;
     if (steps < 0 || steps > UINT32_MAX) return PyErr_Format(PyExc_ValueError, "a program has up to 2**32 - 1 steps, not %lld", steps);
@@ -238,6 +257,7 @@ static PyObject *Segment_program(PyObject *self, PyObject *args)
     p->may_lend = lending != Py_None;
     for (int side = 0; side < 2 && p->may_lend && !failed; side++)
         p->lending[side] = (int)core_number_at(lending, side, -1, p->vector_count - 1, "lending"), failed = PyErr_Occurred() != NULL;
+    if (!failed && announced != Py_None) failed = parse_announced((Segment *)self, p, announced);
     if (!failed) return (PyObject *)p;
     Py_DECREF(p);
     return NULL;
@@ -317,6 +337,27 @@ static void act(const Run *run, const Action *action, uint32_t i)
     }
 }
 
+/* Compare the sizes that the ranks have announced, and find the number of steps: MOVED or WRONG. */
+static int agree(Run *run, const Stage *stage)
+{
+    Segment *s = run->segment;
+    const Program *p = run->program;
+    uint64_t most = p->steps;
+    for (int k = 0; k < stage->waited_count; k++) {
+        int rank = stage->waited[k];
+        Word *header = header_of(s, rank, run->first, s->rank);
+        uint64_t body = header[BODY], steps = header[STEPS];
+        if (header[HEAD] || body != (uint64_t)p->receives[rank] || steps > UINT32_MAX || body > steps * (uint64_t)p->room) {
+            run->wrong_rank = rank, run->wrong_step = OTHER_SIZES + run->first;
+            return WRONG;
+        }
+        if (steps > most) most = steps;
+    }
+    run->steps = (uint32_t)most;
+    s->position->step += most - p->steps;
+    return MOVED;
+}
+
 /* Whether the flags are there that a stage waits for in iteration i: STUCK, MOVED, WRONG or ASKED. */
 static int ready(Run *run, const Stage *stage, uint32_t i)
 {
@@ -343,13 +384,14 @@ static int ready(Run *run, const Stage *stage, uint32_t i)
                 return WRONG;
             }
         }
+        if (run->program->sends && !i) return agree(run, stage);
         for (int k = 0; k < stage->waited_count && run->places && !i; k++) {
             int found = core_borrow(run, stage->waited[k]);
             if (found != MOVED) return found;
         }
         return 1;
     case WAIT_READ:
-        for (int k = 0; k < stage->waited_count && run->lends && i + 1 == run->program->steps; k++)
+        for (int k = 0; k < stage->waited_count && run->lends && i + 1 == run->steps; k++)
             if (acquired(block_of(s, stage->waited[k]) + FINISHED) <= step) return 0;
         return 1;
     case WAIT_REDUCED:
@@ -376,6 +418,12 @@ static void raise_flag(Run *run, const Stage *stage, uint32_t i)
             atomic_store_explicit(words + 1, (uint64_t)run->lent[side].nbytes, memory_order_relaxed);
             atomic_store_explicit(words + 2, (uint64_t)run->lent[side].offset, memory_order_relaxed);
         }
+        for (int part = 0; part < s->size && run->program->sends && !i; part++) {
+            Word *header = header_of(s, s->rank, step, part);
+            atomic_store_explicit(header + HEAD, 0, memory_order_relaxed);
+            atomic_store_explicit(header + BODY, part == s->rank ? 0 : (uint64_t)run->program->sends[part], memory_order_relaxed);
+            atomic_store_explicit(header + STEPS, run->program->steps, memory_order_relaxed);
+        }
         released(record + SEQ, step + 1);
         break;
     }
@@ -390,7 +438,7 @@ int core_pass(Run *run)
 {
     const Program *p = run->program;
     int moved = STUCK;
-    uint32_t limit = p->steps;
+    uint32_t limit = run->steps;
     for (int k = 0; k < p->stage_count; k++) {
         const Stage *stage = &p->stages[k];
         uint32_t i = run->done[k];
@@ -406,8 +454,8 @@ int core_pass(Run *run)
         }
         limit = i;
     }
-    if (limit == p->steps) return run->borrows && core_withdrawn(run) ? WRONG : DONE;
-    return p->steps == 1 ? STUCK : moved; /* of one step, all that is ready has been done */
+    if (limit == run->steps) return run->borrows && core_withdrawn(run) ? WRONG : DONE;
+    return run->steps == 1 ? STUCK : moved; /* of one step, all that is ready has been done */
 }
 
 int core_drive(Run *run, Pace *pace)
@@ -484,8 +532,7 @@ static PyObject *Run_begin(PyObject *self, PyObject *args)
         PyErr_SetString(PyExc_RuntimeError, "this run has begun");
         return NULL;
     }
-    run->first = first, run->code = code, run->numel = numel, run->history = history, run->begun = 1;
-    memset(run->done, 0, (size_t)run->program->stage_count * sizeof *run->done);
+    core_begin(run, first, code, numel, history);
     core_lend(run);
     Py_RETURN_NONE;
 }
@@ -592,7 +639,7 @@ static PyObject *Segment_run(PyObject *self, PyObject *args)
                             p->kernel_count, PySequence_Size(vectors), PySequence_Size(reductions));
     Run *run = core_new_run((Segment *)self, p, reductions, mismatch);
     if (!run) return NULL;
-    run->first = first, run->code = code, run->numel = numel, run->history = history, run->begun = 1;
+    core_begin(run, first, code, numel, history);
     int failed = 0;
     for (int k = 0; k < p->vector_count && !failed; k++) {
         PyObject *item = PySequence_GetItem(vectors, k);
@@ -615,7 +662,7 @@ static void Segment_dealloc(PyObject *self)
     for (int rank = 0; s->links && rank < s->size; rank++) Py_XDECREF((PyObject *)s->links[rank]);
     for (int rank = 0; s->borrowed && rank < s->size; rank++) free(s->borrowed[rank].extents);
     free(s->links), free(s->bells), free(s->borrowed);
-    Py_XDECREF(s->peers);
+    Py_XDECREF(s->peers), Py_XDECREF((PyObject *)s->position);
     PyBuffer_Release(&s->memory);
     core_free(self);
 }
@@ -636,7 +683,7 @@ static PyObject *Segment_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
     s->rank = rank, s->size = size, s->banks = banks, s->chunk = chunk, s->piece = piece, s->ring = ring;
     if (size < 1 || rank < 0 || rank >= size || banks < 1 || chunk < 1 || piece < 1 || (uintptr_t)s->base % 8 || records % 8
         || records < (long long)size * BLOCK_WORDS * 8
-        || slots < records + (long long)banks * size * RECORD_WORDS * 8 || results < slots + banks * size * chunk
+        || slots < records + (long long)banks * size * (RECORD_WORDS + size * HEADER_WORDS) * 8 || results < slots + banks * size * chunk
         || rings < results + banks * size * piece || ring < 1024 || ring % 64 || rings % 64
         || rings + (long long)size * size * (2 * 64 + ring) > s->memory.len) {
         PyErr_SetString(PyExc_ValueError, "the layout does not fit the memory");
@@ -671,6 +718,18 @@ static PyObject *Segment_link(PyObject *self, PyObject *argument)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "rank must be from 0 to %d, got %ld", s->size - 1, rank);
     Py_INCREF((PyObject *)s->links[rank]);
     return (PyObject *)s->links[rank];
+}
+
+/* follow(position): a RankPosition */
+static PyObject *Segment_follow(PyObject *self, PyObject *position)
+{
+    Segment *s = (Segment *)self;
+    if (Py_TYPE(position) != Core_RankPosition) return PyErr_Format(PyExc_TypeError, "position must be a RankPosition, got %R", position);
+    PyObject *before = (PyObject *)s->position;
+    Py_INCREF(position);
+    s->position = (RankPosition *)position;
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
 }
 
 static PyObject *Segment_interrupt(PyObject *self, PyObject *Py_UNUSED(none))
@@ -749,6 +808,7 @@ static PyMethodDef segment_methods[] = {
     {"run", Segment_run, METH_VARARGS, "A run of a program: an iterator, and `drive`."},
     {"transfer", core_transfer, METH_VARARGS, "Write and read frames of long messages; the bytes moved of each."},
     {"link", Segment_link, METH_O, "The LinkState of a peer."},
+    {"follow", Segment_follow, METH_O, "Extend collectives of unknown length in a RankPosition."},
     {"map_by", core_map_by, METH_O, "Have a PeerMemory map the tensors of other ranks."},
     {"interrupt", Segment_interrupt, METH_NOARGS, "Make `drive` return soon. From any thread."},
     {"resume", Segment_resume, METH_NOARGS, "End an interruption."},

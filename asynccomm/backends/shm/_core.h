@@ -6,6 +6,7 @@
 
 #include <stdatomic.h>
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -72,23 +73,30 @@ typedef struct {
     int64_t contended_until; /* nanoseconds: other threads keep the cores that they are offered */
     struct LinkState **links; /* by rank */
     PyObject *peers;          /* a PeerMemory, or NULL */
+    struct RankPosition *position; /* of the comm, or NULL */
     Borrowed *borrowed;       /* by rank */
 } Segment;
 
 /* words of a rank's block and of a record, as in layout.py */
 enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, WITHDRAWN = 50, BLOCK_WORDS = 64 };
 enum { SEQ = 0, CODE = 1, NUMEL = 2, HISTORY = 3, INLINE = 4, RECORD_WORDS = 16 };
+enum { HEAD = 0, BODY = 1, STEPS = 2, HEADER_WORDS = 4 };
 
 static inline Word *block_of(const Segment *s, int rank) { return s->blocks + rank * BLOCK_WORDS; }
 static inline Word *record_of(const Segment *s, int rank, uint64_t step)
 {
     return s->records + ((step % (uint64_t)s->banks) * (uint64_t)s->size + (uint64_t)rank) * RECORD_WORDS;
 }
+static inline Word *header_of(const Segment *s, int rank, uint64_t step, int part)
+{
+    Word *headers = s->records + (size_t)s->banks * (size_t)s->size * RECORD_WORDS;
+    return headers + (((step % (uint64_t)s->banks) * (uint64_t)s->size + (uint64_t)rank) * (uint64_t)s->size + (uint64_t)part) * HEADER_WORDS;
+}
 static inline uint64_t acquired(Word *word) { return atomic_load_explicit(word, memory_order_acquire); }
 static inline void released(Word *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_release); }
 
 /* The position of a rank in the sequence of collectives, and its messages: board.RankPosition */
-typedef struct {
+typedef struct RankPosition {
     PyObject_HEAD
     uint64_t step, code, numel, history, number;
     uint64_t messages, kept;
@@ -131,6 +139,7 @@ typedef struct {
     Stage *stages;
     int may_lend, lending[2]; /* lending: the vectors that stand in for slots, and for results; -1: none */
     int64_t (*reach)[2];      /* by rank: bytes of such a tensor of that rank that are used */
+    int64_t *sends, *receives, room; /* programs.Announced; sends: NULL without */
 } Program;
 
 typedef struct {
@@ -160,7 +169,8 @@ typedef struct {
     uint64_t first, code, numel, history;
     Reduction *reductions;
     int wrong_rank, running;
-    char begun; /* it has its steps */
+    char begun;     /* it has its steps */
+    uint32_t steps; /* those of the program, and once the sizes of all ranks are known, those of the collective */
     uint64_t wrong_step;
     uint32_t *done; /* iterations, by stage */
     Vector *vectors;
@@ -173,12 +183,21 @@ typedef struct {
     int asked;          /* the rank whose tensors are to be mapped */
 } Run;
 
+/* Begin a run at step `first`, with the words of its records. */
+static inline void core_begin(Run *run, uint64_t first, uint64_t code, uint64_t numel, uint64_t history)
+{
+    run->first = first, run->code = code, run->numel = numel, run->history = history;
+    run->begun = 1, run->steps = run->program->steps;
+    memset(run->done, 0, (size_t)run->program->stage_count * sizeof *run->done);
+}
+
 /* WRONG: see `wrong_rank`; ASKED: Python has to map tensors (core_map) */
 enum { STUCK, MOVED, DONE, WRONG, ASKED };
 
 /* in place of `wrong_step`: board.Fault */
 #define IMPOSSIBLE (UINT64_MAX - 1)
 #define HAS_WITHDRAWN UINT64_MAX
+#define OTHER_SIZES ((uint64_t)1 << 62) /* more than the first step of the collective */
 
 extern PyTypeObject *Core_Segment, *Core_Program, *Core_RankPosition, *Core_LinkState;
 

@@ -50,7 +50,14 @@ class Segment:
         bells: Sequence[tuple[int, int]],
         /,
     ) -> Segment: ...
-    def program(self, steps: int, stages: Sequence[Any], lending: tuple[int, int] | None, /) -> Program:
+    def program(
+        self,
+        steps: int,
+        stages: Sequence[Any],
+        lending: tuple[int, int] | None,
+        announced: tuple[Sequence[int], Sequence[int], int] | None,
+        /,
+    ) -> Program:
         """Compile a ``programs.Program``. Raises: ValueError for an access outside of the segment."""
 
     def run(
@@ -90,6 +97,9 @@ class Segment:
             frame: bytes of payload of a frame, at most.
             patience: with ``stretch`` and ``events``, an ``executor.Pace``.
         """
+
+    def follow(self, position: RankPosition, /) -> None:
+        """Have runs of unknown length take their further steps in ``position``, which the comm's collectives use."""
 
     def map_by(self, peers: PeerMemory, /) -> None:
         """Have ``peers`` map the tensors that other ranks lend."""

@@ -103,6 +103,9 @@ static int ask_dtype(const FastPath *Py_UNUSED(f), PyObject *tensor, Tensors *te
     return 1;
 }
 
+/* Whether a tuple is one of integers, as far as the first item shows. */
+static int is_sizes(PyObject *tuple) { return PyTuple_Size(tuple) && PyLong_CheckExact(PyTuple_GetItem(tuple, 0)); }
+
 /* Ask all tensors among the arguments; as hold_arguments. */
 static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *tensors,
                        int (*ask)(const FastPath *, PyObject *, Tensors *))
@@ -110,7 +113,7 @@ static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *t
     tensors->count = 0;
     for (int k = 1; k < arguments->count; k++) {
         PyObject *argument = arguments->items[k];
-        Py_ssize_t count = PyTuple_CheckExact(argument) ? PyTuple_Size(argument) : core_is_tensor(f, argument);
+        Py_ssize_t count = PyTuple_CheckExact(argument) && !is_sizes(argument) ? PyTuple_Size(argument) : core_is_tensor(f, argument);
         for (Py_ssize_t j = 0; j < count; j++) {
             PyObject *item = PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, j) : argument;
             int usual = core_is_tensor(f, item) ? ask(f, item, tensors) : 0;
@@ -170,6 +173,18 @@ static int is_constant(const FastPath *f, PyObject *value)
     return 0;
 }
 
+/* Append an integer to the key; as core_add_tensor. */
+static int add_integer(PyObject *integer, Key *key)
+{
+    long long value = PyLong_CheckExact(integer) ? PyLong_AsLongLong(integer) : -1;
+    if (key->count == MOST_WORDS || (value == -1 && (PyErr_Occurred() || !PyLong_CheckExact(integer)))) {
+        PyErr_Clear();
+        return 0;
+    }
+    key->words[key->count++] = (uint64_t)value;
+    return 1;
+}
+
 /* Append an argument to the key; as core_add_tensor. */
 static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors *tensors)
 {
@@ -177,20 +192,18 @@ static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors
     if (key->count + 2 > MOST_WORDS) return 0;
     if (PyTuple_CheckExact(argument)) {
         Py_ssize_t count = PyTuple_Size(argument);
-        key->words[key->count++] = OF_LIST | (uint64_t)count << 8;
-        for (Py_ssize_t k = 0; k < count; k++)
-            if (!core_add_tensor(f, PyTuple_GetItem(argument, k), key, tensors)) return 0;
+        int sizes = is_sizes(argument);
+        if (sizes) key->sizes = 1;
+        key->words[key->count++] = (sizes ? OF_SIZES : OF_LIST) | (uint64_t)count << 8;
+        for (Py_ssize_t k = 0; k < count; k++) {
+            PyObject *item = PyTuple_GetItem(argument, k);
+            if (!(sizes ? add_integer(item, key) : core_add_tensor(f, item, key, tensors))) return 0;
+        }
         return 1;
     }
     if (PyLong_CheckExact(argument)) {
-        long long value = PyLong_AsLongLong(argument);
-        if (value == -1 && PyErr_Occurred()) {
-            PyErr_Clear();
-            return 0;
-        }
         key->words[key->count++] = OF_INTEGER;
-        key->words[key->count++] = (uint64_t)value;
-        return 1;
+        return add_integer(argument, key);
     }
     if (!is_constant(f, argument)) return 0;
     key->words[key->count++] = OF_CONSTANT;
@@ -201,17 +214,32 @@ static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors
 /* The key of a call, and the addresses of its tensors, which were asked before; as core_add_tensor. Runs no Python code. */
 static int key_of(const FastPath *f, const Arguments *arguments, Key *key, Tensors *tensors)
 {
-    key->words[0] = (uint64_t)(uintptr_t)arguments->items[0], key->count = 1, tensors->count = 0;
+    key->words[0] = (uint64_t)(uintptr_t)arguments->items[0], key->count = 1, key->sizes = 0, tensors->count = 0;
     for (int k = 1; k < arguments->count; k++)
         if (!add_argument(f, arguments->items[k], key, tensors)) return 0;
     return 1;
 }
 
-Entry **core_entry_of(FastPath *f, const uint64_t *words, int count)
+static uint64_t hash_of(const uint64_t *words, int count)
 {
     uint64_t hash = 0;
     for (int k = 0; k < count; k++) hash = (hash ^ words[k]) * MIX, hash ^= hash >> 32;
-    for (uint64_t at = hash;; at++) {
+    return hash;
+}
+
+/* Whether a kind of call is worth a recipe. Sizes may differ with every call: a call with sizes must come twice. */
+static int is_worth(FastPath *f, const Key *key)
+{
+    if (!key->sizes) return 1;
+    uint64_t hash = hash_of(key->words, key->count), *seen = &f->seen[hash % SEEN];
+    if (*seen == hash) return 1;
+    *seen = hash;
+    return 0;
+}
+
+Entry **core_entry_of(FastPath *f, const uint64_t *words, int count)
+{
+    for (uint64_t at = hash_of(words, count);; at++) {
         Entry **entry = &f->entries[at % ENTRIES];
         if (!*entry || ((*entry)->word_count == count && !memcmp((*entry)->words, words, 8 * (size_t)count)))
             return entry;
@@ -548,17 +576,15 @@ static PyObject *finish(FastPath *f, const Entry *entry, PyObject *result, PyObj
 static void begin(const FastPath *f, const Entry *entry, long long number)
 {
     RankPosition *s = f->state;
-    Run *run = entry->run;
     PyObject *before = s->op;
-    run->first = s->step;
+    uint64_t first = s->step;
     s->step += entry->program->steps;
     s->number = (uint64_t)number;
     s->history = (s->history + s->code * 31 + s->numel) * MIX;
     s->code = entry->code, s->numel = entry->numel;
     s->op = entry->op;
     Py_INCREF(s->op);
-    run->code = s->code, run->numel = s->numel, run->history = s->history, run->begun = 1;
-    memset(run->done, 0, (size_t)entry->program->stage_count * sizeof *run->done);
+    core_begin(entry->run, first, s->code, s->numel, s->history);
     Py_XDECREF(before);
 }
 
@@ -646,6 +672,7 @@ static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, 
     Key key;
     if (!key_of(f, arguments, &key, tensors)) return 0;
     Entry *entry = *core_entry_of(f, key.words, key.count);
+    if (!entry && !is_worth(f, &key)) return 0;
     if (!entry) return learn_call(f, &key, arguments, tensors) ? 1 : 2;
     if (!entry->program && entry->peer < 0) return 0;
     PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];

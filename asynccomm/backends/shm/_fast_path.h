@@ -13,6 +13,7 @@
 #define STALL_NS 1000000
 #define ENTRIES 1024    /* a power of two */
 #define CODES 16        /* places of a table */
+#define SEEN 256        /* the same */
 #define MOST_PASSED 32  /* frames between the user's and the call */
 
 /* ---- tensors, by the table of functions that torch publishes for DLPack ------------------------------------------- */
@@ -37,12 +38,12 @@ enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5 };
 
 /* The lowest byte of the first word of an argument in a key; the first word of all is the address of the method's check, or
  * SEVERAL for a key of the serial numbers of calls. */
-enum { OF_TENSOR = 1, OF_LIST, OF_INTEGER, OF_CONSTANT, SEVERAL };
+enum { OF_TENSOR = 1, OF_LIST, OF_SIZES, OF_INTEGER, OF_CONSTANT, SEVERAL };
 
 /* Numbers that are equal if two calls need the same program. */
 typedef struct {
     uint64_t words[MOST_WORDS];
-    int count;
+    int count, sizes; /* sizes: whether a list of integers is among the arguments */
 } Key;
 
 /* The pieces of a program's vector: where each lies, and where it starts in the vector. */
@@ -123,6 +124,7 @@ typedef struct {
     PyTypeObject *tensor, *parameter, *storage;
     Method is_neg, storage_offset, untyped_storage, nbytes;
     PyObject *codes[CODES], *passed[CODES]; /* of the user, that have called, and between them and the call; by their addresses */
+    uint64_t seen[SEEN]; /* hashes of keys with sizes, by themselves */
     Scopes scopes;
     uint64_t serials;
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */

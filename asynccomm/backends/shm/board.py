@@ -22,7 +22,7 @@ from asynccomm.backends.shm.layout import HEADER, WORD, Layout, RecordWord, Word
 from asynccomm.backends.shm.peer_memory import PeerMemory
 from asynccomm.backends.shm.programs import Space
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import Barrier, Op
+from asynccomm.ops import AllToAll, Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
 MIX: Final = 0x9E3779B97F4A7C15  # any odd number with well-mixed bits
@@ -35,6 +35,7 @@ LARGEST: Final = 1 << 48  # upper limit of a number in a header: exceeds the byt
 class Fault(IntEnum):
     """Numbers in place of a step, for other faults of a rank than a difference; as in ``_core.h``."""
 
+    SIZES = 1 << 62  #: plus the first step: it has announced other sizes than this rank has for it
     IMPOSSIBLE = MASK - 1  #: its tensor is smaller than the collective needs
     WITHDRAWN = MASK  #: its tensor may have changed
 
@@ -237,6 +238,8 @@ class Board:
             return BackendError(f"an operation has failed on rank {rank} while {self.state.op} read the rank's tensor")
         if step == Fault.IMPOSSIBLE:
             return BackendError(f"rank {rank} lends for {self.state.op} a tensor that cannot be")
+        if step >= Fault.SIZES:
+            return self._other_sizes(rank, step - Fault.SIZES)
         i = self._records[step % self._banks][rank]
         words = self._words[i + RecordWord.CODE], self._words[i + RecordWord.NUMEL]
         described = describe(words)
@@ -245,6 +248,15 @@ class Board:
         elif differing_layout(words, self.signature):
             described += ", divided otherwise"
         return self.mismatch(rank, described)
+
+    def _other_sizes(self, rank: int, first: int) -> BrokenError:
+        op = self.state.op
+        assert isinstance(op, AllToAll), op
+        head, body, steps = self.get(first, rank, self.rank)
+        if head or body == op.receives[rank] * op.dtype.itemsize:
+            return BackendError(f"rank {rank} announces for {op} what cannot be: {body} bytes in {steps} steps")
+        dtype, elements = str(op.dtype).removeprefix("torch."), body // op.dtype.itemsize
+        return self.mismatch(rank, f"all_to_all({dtype}, sends {elements} elements to rank {self.rank})")
 
     def mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
         """The error for the current collective when ``rank`` has issued another, described by ``theirs``."""

@@ -65,6 +65,7 @@ class Executor:
         if not isinstance(core, CoreUnavailable):
             self.segment = core_segment(core, board.layout, board.rank, memory, bells)
             self.segment.map_by(board.peers)
+            self.segment.follow(board.state)  # type: ignore[arg-type]  # its form in C
 
     def compiled(self, key: Hashable, build: Callable[[], Program]) -> Compiled:
         """The program of ``key``, which ``build`` makes the first time."""

@@ -174,7 +174,7 @@ def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
         if isinstance(argument, Tensor):
             tensors.append(argument)
         elif isinstance(argument, (list, tuple)):
-            tensors += argument
+            tensors += [item for item in argument if isinstance(item, Tensor)]
     return tensors
 
 

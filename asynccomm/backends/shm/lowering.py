@@ -7,13 +7,11 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
-from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
-from asynccomm.backends.hazards import separated
-from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.executor import Compiled, Executor
 from asynccomm.backends.shm.payloads import parcels
 from asynccomm.backends.shm.programs import (
+    announced,
     barrier,
     combined,
     program,
@@ -23,9 +21,8 @@ from asynccomm.backends.shm.programs import (
 )
 from asynccomm.backends.shm.reduction import Reduction, reduction_for
 from asynccomm.backends.shm.reference import Progress
-from asynccomm.backends.shm.schedule import Lands, by_rank, in_place, landed, reducing, schedule, targets_of
-from asynccomm.backends.shm.variable_length import PayloadSource, stream
-from asynccomm.backends.shm.vectors import Operand, Share, Vector, copy, write
+from asynccomm.backends.shm.schedule import Lands, exchange, in_place, reducing, schedule, targets_of
+from asynccomm.backends.shm.vectors import Operand
 from asynccomm.ops import (
     AllReduce,
     AllToAll,
@@ -84,7 +81,7 @@ def has_program(op: Op) -> bool:
 
 
 def lowered(executor: Executor, submission: Submission, whole: int) -> Lowered:
-    """The program of a collective with sizes known to all ranks."""
+    """The program of a collective."""
     return _LOWERINGS.get(type(submission.op), _transfer)(executor, submission, whole)
 
 
@@ -150,57 +147,20 @@ def _parcels(executor: Executor, submission: Submission, whole: int) -> Progress
     return parcels(executor, submission)
 
 
-def _all_to_all(executor: Executor, submission: Submission, whole: int) -> Progress:
-    board, op = executor.board, submission.op
-    assert isinstance(op, AllToAll)
-    me = board.rank
-    given, places, after = separated(submission, me)
-    copies: Lands = []
-    outputs = [landed(output, copies) for output in places]
-    inputs = [arithmetic.plain(tensor) for tensor in given]
-    sources, targets = by_rank(inputs), by_rank(outputs)
-    copy(sources[me][1], targets[me][1], inputs[me].nbytes)
-
-    gives = {rank: PayloadSource(0, nbytes, address) for rank, address, nbytes in sources}
-    gives[me] = PayloadSource(0, 0, 0)
-    first = board.begin(submission.work.seq, submission.op, 1)
-    yield from stream(
-        executor, first, room_per_reader(board.chunk, board.size), me, gives, board.others, _Outputs(board, op, targets)
-    )
-    for land in (*copies, *after):
-        land()
-
-
-@final
-class _Outputs:
-    """The outputs of an all_to_all: a ``PayloadSink``."""
-
-    def __init__(self, board: Board, op: AllToAll, targets: Sequence[Share]) -> None:
-        self._board = board
-        self._op = op
-        self._targets = targets
-
-    def begin(self, lengths: Mapping[int, tuple[int, int]]) -> None:
-        board, dtype = self._board, self._op.dtype
-        for rank, (head, body) in lengths.items():
-            if head or body != self._targets[rank][2]:  # bytes behind a head would be written beyond the output
-                elements = f"{body // dtype.itemsize} elements to rank {board.rank}"
-                raise board.mismatch(rank, f"all_to_all({str(dtype).removeprefix('torch.')}, sends {elements})")
-
-    def take(self, source: int, start: int, n: int, address: int) -> None:
-        if n > 0:
-            write(self._targets[source][1], start, n, address)
-
-    def target(self, source: int) -> Vector:
-        return self._targets[source][1]
+def _all_to_all(executor: Executor, submission: Submission, whole: int) -> Lowered:
+    board = executor.board
+    sends, receives, operands, lands, owners = exchange(board, submission)
+    room = room_per_reader(board.chunk, board.size)
+    compiled = executor.compiled((AllToAll, sends, receives), lambda: announced(board.rank, sends, receives, room))
+    return Lowered(compiled, operands, (), lands, owners)
 
 
 _LOWERINGS: Final[Mapping[type[Op], Callable[[Executor, Submission, int], Lowered]]] = {
     AllReduce: _reduce,
     Reduce: _reduce,
     Barrier: _barrier,
+    AllToAll: _all_to_all,
 }
 _FORMS: Final[Mapping[type[Op], Callable[[Executor, Any, int], Progress]]] = {
-    AllToAll: _all_to_all,
     Parcels: _parcels,
 }

@@ -11,8 +11,8 @@ the same segment, so ranks with either of them can take part in one collective, 
 The collectives have four forms:
 
 - ``published``: a slot is for all readers (broadcast, all_gather, gather);
-- ``exchanged``: a slot holds a part for each reader (scatter, all_to_all_single), which a reader may combine
-  (``scattered_sums``: reduce_scatter);
+- ``exchanged``: a slot holds a part for each reader (scatter, all_to_all_single, with ``announced`` sizes all_to_all),
+  which a reader may combine (``scattered_sums``: reduce_scatter);
 - ``combined``: small reductions; every rank that needs the result combines all slots;
 - ``reduced_in_parts``: large reductions. Each rank combines its part of every step and publishes the result
   (reduce-scatter, then all-gather), chunk by chunk through slots that stay in the caches.
@@ -115,12 +115,24 @@ class Lending(NamedTuple):
     result: int = -1
 
 
+class Announced(NamedTuple):
+    """Sizes that a pair of ranks alone knows. Each rank publishes its sizes with the first step (``Board.put``).
+
+    A program with them goes on for as many steps as the rank with the most of them needs.
+    """
+
+    sends: tuple[int, ...]  #: bytes for each rank
+    receives: tuple[int, ...]  #: bytes from each rank
+    room: int  #: bytes of a slot for each reader
+
+
 class Program(NamedTuple):
     """The steps of one rank in a collective."""
 
-    steps: int
+    steps: int  #: with ``announced``, those that this rank's data need
     stages: tuple[Stage, ...]
     lending: Lending | None = None  #: None: no rank lends tensors in this collective
+    announced: Announced | None = None  #: None: all ranks know all sizes
 
 
 class Part(NamedTuple):
@@ -228,6 +240,27 @@ def exchanged(
             fill.append(_copy(target, Ref(Space.VECTOR, numbers[rank], 0, room), nbytes, room))
     givers = tuple([giver for giver, _ in targets if giver != rank])
     return Part(tuple(fill), tuple(take), givers, Lending(0 if lends else -1) if row else None, givers)
+
+
+def announced(rank: int, sends: tuple[int, ...], receives: tuple[int, ...], room: int) -> Program:
+    """The program of an exchange in which only the two ranks know how much one of them has for the other.
+
+    The vectors: the data for each rank, then the places for the data from each rank. A rank copies its own directly.
+
+    Args:
+        room: bytes of a slot for each reader.
+    """
+    size, own = len(sends), sends[rank]
+    rest = others(rank, size)
+    fill = [Action(Ref(Space.VECTOR, size + rank), (Ref(Space.VECTOR, rank),), own, own, own)]
+    fill += _to_readers(rank, [(reader, reader, sends[reader]) for reader in rest], room, 0)
+    take = [
+        _copy(Ref(Space.VECTOR, size + giver, 0, room), _slot(giver, rank, room, 0), receives[giver], room)
+        for giver in rest
+    ]
+    steps = steps_for(max([sends[reader] for reader in rest], default=0), room)
+    made = program(steps, Part(tuple(fill), tuple(take), rest))
+    return made._replace(announced=Announced(sends, receives, room))
 
 
 def scattered_sums(

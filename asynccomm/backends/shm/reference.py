@@ -12,7 +12,7 @@ from torch import Tensor
 from asynccomm.backends.shm.arena import NOT_LENT, arena
 from asynccomm.backends.shm.board import Board, Fault
 from asynccomm.backends.shm.mapping import memory_at
-from asynccomm.backends.shm.programs import Program, Ref, Signal, Space, Stage, Wait
+from asynccomm.backends.shm.programs import MOST_STEPS, Announced, Program, Ref, Signal, Space, Stage, Wait
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.vectors import Operand, Vector, copy_between, read, write
 
@@ -43,6 +43,7 @@ def run(
 class _Run:
     __slots__ = (
         "_address",
+        "_announced",
         "_board",
         "_first",
         "_known",
@@ -53,6 +54,7 @@ class _Run:
         "_places",
         "_reaches",
         "_reductions",
+        "_steps",
         "_vectors",
     )
 
@@ -70,6 +72,7 @@ class _Run:
         self._places: dict[tuple[int, int], int] = {}  # addresses of lent tensors, by rank and space
 
     def progress(self, program: Program) -> Progress:
+        self._steps, self._announced = program.steps, program.announced
         if program.lending is None:
             return self._progress(program)
         return self._lending(program)
@@ -107,9 +110,19 @@ class _Run:
                         raise self._board.difference(rank, Fault.IMPOSSIBLE)
                     self._places[rank, space] = peers.address(rank, start, nbytes) + offset
 
+    def _agree(self, givers: Sequence[int], announced: Announced) -> None:
+        """Compare the sizes that the ranks have announced, and find the number of steps. Raises: BrokenError."""
+        board, own = self._board, self._steps
+        for rank in givers:
+            head, body, steps = board.get(self._first, rank, board.rank)
+            if head or body != announced.receives[rank] or steps > MOST_STEPS or body > steps * announced.room:
+                raise board.difference(rank, Fault.SIZES + self._first)
+            self._steps = max(self._steps, steps)
+        board.extend(self._steps - own)
+
     def _progress(self, program: Program) -> Progress:
-        steps, stages, _ = program
-        if steps == 1:
+        stages = program.stages
+        if program.steps == 1 and program.announced is None:
             for stage in stages:
                 while not self._ready(stage, 0):
                     yield False
@@ -118,7 +131,7 @@ class _Run:
         done = [0] * len(stages)
         while True:
             moved = False
-            limit = steps
+            limit = self._steps
             for k, stage in enumerate(stages):
                 i = done[k]
                 if i < limit and self._ready(stage, i):
@@ -126,7 +139,7 @@ class _Run:
                     done[k] = i = i + 1
                     moved = True
                 limit = i
-            if limit == steps:
+            if limit == self._steps:
                 return
             yield moved
 
@@ -136,6 +149,8 @@ class _Run:
             posted = self._board.posted(self._first + i, ranks)
             if posted and i == 0 and self._lent is not None:
                 self._learn(ranks, self._first)
+            if posted and i == 0 and self._announced is not None:
+                self._agree(ranks, self._announced)
             return posted
         if wait == _FREE:
             return self._board.free(self._first + i)
@@ -164,6 +179,10 @@ class _Run:
                     else:
                         reduction.combine(rows, out)
         if signal == _POST:
+            if i == 0 and (announced := self._announced) is not None:
+                for part, nbytes in enumerate(announced.sends):
+                    own = part == self._board.rank
+                    self._board.put(step, part, (0, 0 if own else nbytes, self._steps))
             self._board.post(step, self._lent if i == 0 and self._lent is not None else ())
         elif signal == _FINISH:
             self._board.finish(step)

@@ -210,6 +210,19 @@ def _distribute(board: Board, submission: Submission, lends: bool) -> Schedule:
     return Schedule(key, part, vectors, [*copies, *after], owners=(inputs, output))
 
 
+def exchange(
+    board: Board, submission: Submission
+) -> tuple[tuple[int, ...], tuple[int, ...], Sequence[Operand | int], Lands, object]:
+    """The bytes of an all_to_all for and from each rank, its vectors, final copies, and the owners of the memory."""
+    given, places, after = separated(submission, board.rank)
+    copies: Lands = []
+    outputs = [landed(output, copies) for output in places]
+    inputs = [arithmetic.plain(tensor) for tensor in given]
+    sends, receives = tuple([tensor.nbytes for tensor in inputs]), tuple([tensor.nbytes for tensor in outputs])
+    vectors = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
+    return sends, receives, vectors, [*copies, *after], (inputs, outputs)
+
+
 def by_rank(tensors: Sequence[Tensor]) -> list[Share]:
     """The shares of plain tensors, one per rank."""
     return [(rank, tensor.data_ptr(), tensor.nbytes) for rank, tensor in enumerate(tensors)]

@@ -18,7 +18,7 @@ from asynccomm.ops.reduce_op import ReduceOp, ReduceOpLike
 _ALL_REDUCE, _BROADCAST, _REDUCE = ops.AllReduce.of, ops.Broadcast.of, ops.Reduce.of
 _ALL_GATHER, _REDUCE_SCATTER = ops.AllGather.of, ops.ReduceScatter.of
 _SCATTER, _GATHER = ops.Scatter.of, ops.Gather.of
-_ALL_TO_ALL_SINGLE, _BARRIER = ops.AllToAllSingle.of, ops.Barrier.of
+_ALL_TO_ALL, _ALL_TO_ALL_SINGLE, _BARRIER = ops.AllToAll.of, ops.AllToAllSingle.of, ops.Barrier.of
 
 
 class Collectives(CommBase):
@@ -270,7 +270,7 @@ class Collectives(CommBase):
         """
         if output_list is None:
             return self._submit(variable.all_to_all(self._group, input_list), timeout, hints, tag)
-        return self._submit(ops.AllToAll.of(self._group, output_list, input_list), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _ALL_TO_ALL, output_list, input_list)
 
     def all_to_all_single(
         self,

@@ -112,7 +112,7 @@ class CoalescedCollectives(CommBase):
         """
         if sizes is None:
             return self._submit(variable.all_gather_v_coalesced(self._group, outputs, inputs, dim), timeout, hints, tag)
-        return self._submit(lists.all_gather_v(self._group, outputs, inputs, sizes, dim), timeout, hints, tag)
+        return self._call(timeout, hints, tag, lists.all_gather_v, outputs, inputs, sizes, dim)
 
     def reduce_scatter_v_coalesced(
         self,

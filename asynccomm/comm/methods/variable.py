@@ -43,7 +43,7 @@ class VariableCollectives(CommBase):
         """
         if sizes is None:
             return self._submit(variable.all_gather_v(self._group, output, input, dim), timeout, hints, tag)
-        return self._submit(dims.all_gather_v(self._group, output, input, sizes, dim), timeout, hints, tag)
+        return self._call(timeout, hints, tag, dims.all_gather_v, output, input, sizes, dim)
 
     def reduce_scatter_v(
         self,
@@ -68,7 +68,7 @@ class VariableCollectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(dims.reduce_scatter_v(self._group, output, input, sizes, op, dim), timeout, hints, tag)
+        return self._call(timeout, hints, tag, dims.reduce_scatter_v, output, input, sizes, op, dim)
 
     def all_to_all_v_single(
         self,
@@ -94,9 +94,9 @@ class VariableCollectives(CommBase):
         """
         if output_split_sizes is None:
             call = variable.all_to_all_v_single(self._group, output, input, input_split_sizes)
-        else:
-            call = dims.all_to_all_v_single(self._group, output, input, output_split_sizes, input_split_sizes)
-        return self._submit(call, timeout, hints, tag)
+            return self._submit(call, timeout, hints, tag)
+        splits = output_split_sizes, input_split_sizes
+        return self._call(timeout, hints, tag, dims.all_to_all_v_single, output, input, *splits)
 
     def gather_v(
         self,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asynccomm.backends.shm import executor as module
-from asynccomm.backends.shm.executor import Pace
+from asynccomm.backends.shm.executor import Pace, core_segment
 from asynccomm.backends.shm.programs import (
     Action,
     Part,
@@ -14,6 +14,7 @@ from asynccomm.backends.shm.programs import (
     Space,
     Stage,
     Wait,
+    announced,
     combined,
     program,
     published,
@@ -50,6 +51,23 @@ def test_a_program_that_leaves_the_segment_is_refused(action: Action, error: str
     made = program(1, Part((action,), (), ()))
     with pytest.raises(ValueError, match=error):
         executors(2, kind="core")[0].compiled("any", lambda: made)
+
+
+def test_announced_sizes_need_a_position_and_a_size_for_each_rank() -> None:
+    (executor,) = executors(1, kind="core")
+    segment, board = executor.segment, executor.board
+    assert segment is not None
+    with pytest.raises(TypeError, match="position must be a RankPosition, got 3"):
+        segment.follow(3)  # type: ignore[arg-type]
+    made = announced(0, (8,), (8,), 64)
+    for sizes, error in (((8,), (-1,), 64), "bytes must be from 0"), (((8,), (8,), 4096), "room must be from 1"):
+        with pytest.raises(ValueError, match=error):
+            segment.program(made.steps, made.stages, None, sizes)
+    with pytest.raises(IndexError):
+        segment.program(made.steps, made.stages, None, ((), (8,), 64))
+    bare = core_segment(load_core(), board.layout, 0, memoryview(bytearray(board.layout.total)), [(-1, -1)])
+    with pytest.raises(RuntimeError, match="the segment follows no position"):
+        bare.program(*made)
 
 
 def test_what_a_run_lacks_is_named() -> None:

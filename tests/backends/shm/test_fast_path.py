@@ -249,6 +249,60 @@ async def test_errors_are_those_of_the_ordinary_path() -> None:
         comm.all_reduce(plain)
 
 
+@pytest.mark.ranks(2)
+async def test_calls_with_sizes_are_fast_once_they_repeat() -> None:
+    async with counted() as (comm, paths):
+        me = comm.rank
+        data = [torch.arange(12.0).view(6, 2) + 100 * giver for giver in range(2)]
+
+        async def exchange(mine: int, theirs: int) -> str:
+            """``mine`` rows of rank 0 for rank 1, and ``theirs`` back; the others stay."""
+            sends = [[6 - mine, mine], [theirs, 6 - theirs]]
+            receives = [row[me] for row in sends]
+            out = torch.empty(sum(receives), 2)
+            assert await comm.all_to_all_v_single(out, data[me], receives, sends[me]) is out
+            assert torch.equal(out, torch.cat([data[giver].split(sends[giver])[me] for giver in range(2)]))
+            return paths.took()
+
+        assert [await exchange(1, 2) for _ in range(4)] == ["ordinary", "fast", "fast", "fast"]
+        assert [await exchange(k, 2) for k in (2, 3, 4)] == ["ordinary"] * 3, "sizes that differ each time"
+        assert [await exchange(k, 2) for k in (2, 1)] == ["fast"] * 2
+
+        numels = [[2, 3], [4, 5]]
+        inputs = [torch.full((n,), 10.0 * me + reader) for reader, n in enumerate(numels[me])]
+        for _ in range(3):
+            outputs = [torch.empty(row[me]) for row in numels]
+            assert await comm.all_to_all(outputs, inputs) is outputs
+            assert all(torch.equal(out, torch.full_like(out, 10.0 * g + me)) for g, out in enumerate(outputs))
+            assert paths.took() == "fast"
+        for k in range(3):
+            gathered = torch.empty(3, 2)
+            await comm.all_gather_v(gathered, data[me][: 2 - me], [2, 1])
+            assert torch.equal(gathered, torch.cat([data[0][:2], data[1][:1]]))
+            scattered = torch.empty(2 - me, 2)
+            await comm.reduce_scatter_v(scattered, data[me][:3], [2, 1])
+            assert torch.equal(scattered, (data[0] + data[1])[:3].split([2, 1])[me])
+            assert paths.took() == ("ordinary" if k == 0 else "fast")
+        for sizes in ((2, 1), torch.Size([2, 1])):
+            await comm.all_gather_v(gathered, data[me][: 2 - me], sizes)
+            assert torch.equal(gathered, torch.cat([data[0][:2], data[1][:1]]))
+        for wrong in ([2, True], [2, torch.ones(1)], [2, 1 << 70]):
+            with pytest.raises((TypeError, ValueError), match="sizes"):
+                comm.all_gather_v(gathered, data[me][: 2 - me], wrong)
+
+
+@pytest.mark.ranks(2)
+async def test_ranks_with_other_sizes_get_an_error_on_the_fast_path() -> None:
+    async with new_comm("shm", name="sizes", timeout=30) as comm:
+        rows, out = torch.ones(4), torch.empty(4)
+        for _ in range(3):
+            await comm.all_to_all_v_single(out, rows, [2, 2], [2, 2])
+        with pytest.raises(CollectiveMismatchError, match=r"sends [12] elements to rank"):
+            for _ in range(2):
+                sends = [2, 2] if comm.rank == 0 else [1, 3]
+                await comm.all_to_all_v_single(out, rows, [2, 2] if comm.rank == 0 else [1, 3], sends)
+
+
 def called_here(comm: Comm) -> Any:
     return comm.all_reduce(torch.ones(2))
 

@@ -13,6 +13,7 @@ from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.programs import (
     Program,
     Space,
+    announced,
     barrier,
     combined,
     exchanged,
@@ -26,7 +27,8 @@ from asynccomm.backends.shm.programs import (
 from asynccomm.backends.shm.reduction import DTYPES, Reduction, reduction_for
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.vectors import Operand, scattered
-from asynccomm.ops import Barrier
+from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
+from asynccomm.ops import AllToAll, Barrier
 from asynccomm.ops.reduce_op import ReduceOp
 from tests.cases import cases
 from tests.sampling import examples
@@ -241,3 +243,51 @@ def test_both_executors_compute_the_same_bits(dtype: torch.dtype) -> None:
                     finish(*(run(world[r], made[r], [out[r]] * 2, reductions) for r in range(size)))
                     results += out
                 assert all(same_bits(results[0], other) for other in results[1:]), (op, size, n)
+
+
+def exchange(
+    executor: Executor, sends: Sequence[int], receives: Sequence[int], room: int
+) -> tuple[Progress, list[Tensor], list[Tensor]]:
+    """A run of ``announced`` on bytes that tell giver and reader, and its inputs and outputs."""
+    me = executor.board.rank
+    given = [torch.full((n,), 16 * me + rank, dtype=torch.uint8) for rank, n in enumerate(sends)]
+    places = [torch.zeros(n, dtype=torch.uint8) for n in receives]
+    made = announced(me, tuple(sends), tuple(receives), room)
+    first = executor.board.begin(0, AllToAll(torch.uint8, tuple(sends), tuple(receives)), made.steps)
+    operands = [tensor.data_ptr() for tensor in (*given, *places)]
+    return executor.run(executor.compiled(made, lambda: made), first, operands), given, places
+
+
+@examples(40)
+@given(st.integers(1, 4), st.randoms(use_true_random=False), st.sampled_from([64, 192]))
+def test_ranks_exchange_sizes_that_only_two_of_them_know(size: int, choose: random.Random, room: int) -> None:
+    world = executors(size, chunk=room * size)
+    for _ in range(3):  # the ranks agree on the steps, and so on the next exchange
+        counts = [[choose.choice([0, 1, 63, 64, 65, 500, 3000]) for _ in range(size)] for _ in range(size)]
+        made = [exchange(each, counts[r], [row[r] for row in counts], room) for r, each in enumerate(world)]
+        running = [progress for progress, _, _ in made]
+        choose.shuffle(running)
+        finish(*running)
+        for reader, (_, _, places) in enumerate(made):
+            for giver, place in enumerate(places):
+                assert place.eq(16 * giver + reader).all()
+        assert len({each.board.state.step for each in world}) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "error", "text"),
+    [
+        ((0, 9, 1), CollectiveMismatchError, r"all_to_all\(uint8, sends 9 elements to rank 0\)"),
+        ((1, 8, 1), BackendError, "announces for .* what cannot be: 8 bytes in 1 steps"),
+        ((0, 8, 0), BackendError, "announces for .* what cannot be: 8 bytes in 0 steps"),
+        ((0, 8, 1 << 33), BackendError, f"announces for .* what cannot be: 8 bytes in {1 << 33} steps"),
+        ((0, 1 << 60, 1), BackendError, "announces for .* what cannot be"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(header: tuple[int, int, int], error: type[BrokenError], text: str) -> None:
+    world = executors(2)
+    made = [exchange(each, (8, 8), (8, 8), 512) for each in world]  # with the memory
+    next(made[1][0])
+    world[1].board.put(0, 0, header)
+    with pytest.raises(error, match=text):
+        finish(made[0][0])

@@ -38,17 +38,19 @@ def _reader() -> int:
 
 
 def boards(size: int, chunk: int = 1024, banks: int = 4) -> list[Board]:
-    return [board for board, _ in _boards(size, chunk, banks)]
+    return [board for board, _ in _boards([PYTHON] * size, chunk, banks)]
 
 
-def _boards(size: int, chunk: int, banks: int) -> Iterator[tuple[Board, memoryview]]:
+def _boards(cores: list[Any], chunk: int, banks: int) -> Iterator[tuple[Board, memoryview]]:
+    size = len(cores)
     layout = Layout(size, max(chunk, 64 * size), banks, 1024)
     memory = bytearray(layout.total)
     words = memoryview(memory).cast("Q")
     data = torch.frombuffer(memory, dtype=torch.uint8)
-    for rank in range(size):
+    for rank, core in enumerate(cores):
         peers = PeerMemory([_reader()] * size)
-        yield Board(rank, layout, words, data, Fence(), nothing, peers=peers), memoryview(memory)
+        state = None if isinstance(core, CoreUnavailable) else core.RankPosition()
+        yield Board(rank, layout, words, data, Fence(), nothing, state, peers), memoryview(memory)
 
 
 def executors(size: int, chunk: int = 1024, banks: int = 4, kind: str = "") -> list[Executor]:
@@ -56,7 +58,9 @@ def executors(size: int, chunk: int = 1024, banks: int = 4, kind: str = "") -> l
     core = load_core()
     cores = {"core": [core, core], "reference": [PYTHON, PYTHON], "mixed": [core, PYTHON]}[kind or _kind]
     bells = [(-1, -1)] * size
-    return [Executor(board, memory, bells, cores[board.rank % 2]) for board, memory in _boards(size, chunk, banks)]
+    by_rank = [cores[rank % 2] for rank in range(size)]
+    made = zip(by_rank, _boards(by_rank, chunk, banks), strict=True)
+    return [Executor(board, memory, bells, core) for core, (board, memory) in made]
 
 
 @pytest.fixture(autouse=True, params=["core", "reference", "mixed"])
