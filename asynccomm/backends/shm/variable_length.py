@@ -1,4 +1,4 @@
-"""Collectives of variable length, known only to the sending ranks: all_to_all, and all collectives of parcels.
+"""Collectives of variable length, known only to the sending ranks: all collectives of parcels.
 
 A rank sends one *stream* to all ranks, or one stream to each rank. The slot of the first step has a header: the lengths
 of the stream, and the number of steps that the sender needs. Each rank reads a header of each sender, even if it takes
