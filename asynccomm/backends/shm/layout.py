@@ -4,7 +4,7 @@
 
     words   one block of 64-bit words per rank; all but SLEEPING are written by that rank alone
     records per bank and rank: the flag that a slot is filled, the collective it is filled for, and room for tiny data
-    headers per bank, rank and part of its slot: lengths of data, and number of steps (``variable_length``, ``Announced``)
+    headers per bank, rank and part of its slot: lengths of data, number of steps (``variable_length``, ``announced``)
     slots   per bank and rank: the rank's contribution to a step of a collective
     results per bank and rank: the rank's reduced part of a step
     rings   per (source, destination): a queue of bytes for messages
