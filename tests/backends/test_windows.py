@@ -59,7 +59,7 @@ def test_waits_that_have_ended_otherwise_are_dropped() -> None:
         op = None
 
         class work:
-            settled = 0
+            settled, started = 0, 0.0
 
             @classmethod
             def done(cls) -> bool:

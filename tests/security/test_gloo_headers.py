@@ -213,7 +213,7 @@ def outcome(submission: Submission, steps: Sequence[Callable[[], object]], over:
 
 
 def receiving(call: Call) -> Submission:
-    work: Any = SimpleNamespace(seq=3, source=None, error=None)
+    work: Any = SimpleNamespace(seq=3, source=None, error=None, started=0.0)
     return Submission(call, work)
 
 

@@ -107,7 +107,7 @@ class PointToPoint:
         self._cleared: dict[tuple[int, int], tuple[_Incoming, Submission]] = {}  # by source and number
         self._unreported: dict[MessageLink, int] = {}  # bytes taken by operations, of inbound links
         self._window: dict[MessageLink, int] = {}  # bytes that may still be sent, of outbound links
-        self._waited = 0.0  # seconds from the last call that had to wait to its end
+        self._waited = 0.0  # seconds from the call to the end of the last message up to SPIN_BYTES
 
     # -- from the comm -------------------------------------------------------------------------------------------------
 
@@ -397,7 +397,8 @@ class PointToPoint:
         self._endpoint.flush(link)
 
     def _settle(self, submission: Submission) -> None:
-        self._waited = time.monotonic() - submission.work.started
+        if submission.nbytes <= SPIN_BYTES:
+            self._waited = time.monotonic() - submission.work.started
         submission.work.settle(submission.error)
 
     # -- failure -------------------------------------------------------------------------------------------------------

@@ -303,6 +303,7 @@ static void copy_pieces(const Vector *vector, int64_t start, char *memory, int64
 
 static void act(const Run *run, const Action *action, uint32_t i)
 {
+    if (i && action->stride > action->total / (int64_t)i) return; /* nothing is left; i may come from another rank */
     int64_t n = action->total - (int64_t)i * action->stride;
     if (n > action->most) n = action->most;
     if (n <= 0) return;

@@ -93,6 +93,22 @@ int core_ask_tensor(const FastPath *f, PyObject *tensor, Tensors *tensors)
 
 int core_is_tensor(const FastPath *f, PyObject *object) { return Py_TYPE(object) == f->tensor || Py_TYPE(object) == f->parameter; }
 
+int core_is_sizes(PyObject *argument)
+{
+    return PyTuple_CheckExact(argument) && PyTuple_Size(argument) && PyLong_CheckExact(PyTuple_GetItem(argument, 0));
+}
+
+Py_ssize_t core_tensors_in(const FastPath *f, PyObject *argument)
+{
+    if (PyTuple_CheckExact(argument)) return core_is_sizes(argument) ? 0 : PyTuple_Size(argument);
+    return core_is_tensor(f, argument);
+}
+
+PyObject *core_tensor_in(PyObject *argument, Py_ssize_t k)
+{
+    return PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, k) : argument;
+}
+
 /* Ask a tensor for its dtype; as core_ask_tensor. */
 static int ask_dtype(const FastPath *Py_UNUSED(f), PyObject *tensor, Tensors *tensors)
 {
@@ -103,9 +119,6 @@ static int ask_dtype(const FastPath *Py_UNUSED(f), PyObject *tensor, Tensors *te
     return 1;
 }
 
-/* Whether a tuple is one of integers, as far as the first item shows. */
-static int is_sizes(PyObject *tuple) { return PyTuple_Size(tuple) && PyLong_CheckExact(PyTuple_GetItem(tuple, 0)); }
-
 /* Ask all tensors among the arguments; as hold_arguments. */
 static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *tensors,
                        int (*ask)(const FastPath *, PyObject *, Tensors *))
@@ -113,9 +126,9 @@ static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *t
     tensors->count = 0;
     for (int k = 1; k < arguments->count; k++) {
         PyObject *argument = arguments->items[k];
-        Py_ssize_t count = PyTuple_CheckExact(argument) && !is_sizes(argument) ? PyTuple_Size(argument) : core_is_tensor(f, argument);
+        Py_ssize_t count = core_tensors_in(f, argument);
         for (Py_ssize_t j = 0; j < count; j++) {
-            PyObject *item = PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, j) : argument;
+            PyObject *item = core_tensor_in(argument, j);
             int usual = core_is_tensor(f, item) ? ask(f, item, tensors) : 0;
             if (usual <= 0) return usual;
         }
@@ -192,8 +205,8 @@ static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors
     if (key->count + 2 > MOST_WORDS) return 0;
     if (PyTuple_CheckExact(argument)) {
         Py_ssize_t count = PyTuple_Size(argument);
-        int sizes = is_sizes(argument);
-        if (sizes) key->sizes = 1;
+        int sizes = core_is_sizes(argument);
+        key->lists = 1;
         key->words[key->count++] = (sizes ? OF_SIZES : OF_LIST) | (uint64_t)count << 8;
         for (Py_ssize_t k = 0; k < count; k++) {
             PyObject *item = PyTuple_GetItem(argument, k);
@@ -214,7 +227,7 @@ static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors
 /* The key of a call, and the addresses of its tensors, which were asked before; as core_add_tensor. Runs no Python code. */
 static int key_of(const FastPath *f, const Arguments *arguments, Key *key, Tensors *tensors)
 {
-    key->words[0] = (uint64_t)(uintptr_t)arguments->items[0], key->count = 1, key->sizes = 0, tensors->count = 0;
+    key->words[0] = (uint64_t)(uintptr_t)arguments->items[0], key->count = 1, key->lists = 0, tensors->count = 0;
     for (int k = 1; k < arguments->count; k++)
         if (!add_argument(f, arguments->items[k], key, tensors)) return 0;
     return 1;
@@ -227,10 +240,10 @@ static uint64_t hash_of(const uint64_t *words, int count)
     return hash;
 }
 
-/* Whether a kind of call is worth a recipe. Sizes may differ with every call: a call with sizes must come twice. */
+/* Whether a kind of call is worth a recipe. Sizes in lists may differ with every call: a call with lists must come twice. */
 static int is_worth(FastPath *f, const Key *key)
 {
-    if (!key->sizes) return 1;
+    if (!key->lists) return 1;
     uint64_t hash = hash_of(key->words, key->count), *seen = &f->seen[hash % SEEN];
     if (*seen == hash) return 1;
     *seen = hash;
@@ -397,10 +410,14 @@ int core_goes_on(const FastPath *f, double waited, Spin *spin)
 static int run_on(FastPath *f, Run *run)
 {
     Spin spin = {0, 0, 0};
+    int64_t until = 0;
     for (;;) {
         int result = core_pass(run);
         if (result == MOVED) { /* each wait of a longer operation counts by itself */
             spin = (Spin){0, 0, 0};
+            if (run->steps == run->program->steps) continue;
+            if (!until) until = nanoseconds() + STALL_NS; /* others exchange more, and perhaps far more */
+            else if (nanoseconds() > until) return STUCK;
             continue;
         }
         if (result != STUCK || !core_goes_on(f, f->state->waited, &spin)) return result;

@@ -43,7 +43,7 @@ enum { OF_TENSOR = 1, OF_LIST, OF_SIZES, OF_INTEGER, OF_CONSTANT, SEVERAL };
 /* Numbers that are equal if two calls need the same program. */
 typedef struct {
     uint64_t words[MOST_WORDS];
-    int count, sizes; /* sizes: whether a list of integers is among the arguments */
+    int count, lists; /* lists: whether one is among the arguments */
 } Key;
 
 /* The pieces of a program's vector: where each lies, and where it starts in the vector. */
@@ -124,7 +124,7 @@ typedef struct {
     PyTypeObject *tensor, *parameter, *storage;
     Method is_neg, storage_offset, untyped_storage, nbytes;
     PyObject *codes[CODES], *passed[CODES]; /* of the user, that have called, and between them and the call; by their addresses */
-    uint64_t seen[SEEN]; /* hashes of keys with sizes, by themselves */
+    uint64_t seen[SEEN]; /* hashes of keys with lists, by themselves */
     Scopes scopes;
     uint64_t serials;
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
@@ -142,6 +142,13 @@ extern PyTypeObject *Core_FastPath;
 /* ---- _fast_path.c ------------------------------------------------------------------------------------------------- */
 
 int core_is_tensor(const FastPath *f, PyObject *object);
+
+/* Whether an argument is a tuple of integers, as far as its first item shows. */
+int core_is_sizes(PyObject *argument);
+
+/* The number of tensors in an argument, and one of them, borrowed. */
+Py_ssize_t core_tensors_in(const FastPath *f, PyObject *argument);
+PyObject *core_tensor_in(PyObject *argument, Py_ssize_t k);
 
 /* Ask a tensor all that DLPack does not tell: 1: done; 0: it is unusual; -1: an exception. Torch may release the GIL, or
  * call a mode in Python. */

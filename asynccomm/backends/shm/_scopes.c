@@ -71,11 +71,9 @@ static PyObject *storages_of(const FastPath *f, const Arguments *arguments, int 
     int number = 0;
     for (int k = 1; storages && k < arguments->count; k++) {
         PyObject *argument = arguments->items[k];
-        int several = PyTuple_CheckExact(argument);
-        Py_ssize_t n = several ? PyTuple_Size(argument) : Py_TYPE(argument) == f->tensor || Py_TYPE(argument) == f->parameter;
+        Py_ssize_t n = core_tensors_in(f, argument);
         for (Py_ssize_t j = 0; storages && j < n; j++) {
-            PyObject *tensor = several ? PyTuple_GetItem(argument, j) : argument;
-            PyObject *storage = PyObject_CallMethodObjArgs(tensor, name_untyped_storage, NULL);
+            PyObject *storage = PyObject_CallMethodObjArgs(core_tensor_in(argument, j), name_untyped_storage, NULL);
             if (!storage || PyTuple_SetItem(storages, number++, storage)) Py_CLEAR(storages);
         }
     }
@@ -314,10 +312,9 @@ static int has_memory(const FastPath *f, const HeldCall *call)
     int number = 0;
     for (Py_ssize_t k = 1; k < PyTuple_Size(call->arguments); k++) {
         PyObject *argument = PyTuple_GetItem(call->arguments, k);
-        int several = PyTuple_CheckExact(argument);
-        Py_ssize_t n = several ? PyTuple_Size(argument) : Py_TYPE(argument) == f->tensor || Py_TYPE(argument) == f->parameter;
+        Py_ssize_t n = core_tensors_in(f, argument);
         for (Py_ssize_t j = 0; j < n; j++)
-            if (!is_where_it_was(f, several ? PyTuple_GetItem(argument, j) : argument, call->tensors[number++].data)) return 0;
+            if (!is_where_it_was(f, core_tensor_in(argument, j), call->tensors[number++].data)) return 0;
     }
     return 1;
 }
@@ -482,7 +479,7 @@ static PyObject *HeldCall_places(PyObject *self, void *Py_UNUSED(closure))
     for (int k = 0; places && k < held->count;) {
         const uint64_t *words = held->entry->words + at;
         int sort = words[0] & 0xff, ndim = sort == OF_TENSOR ? (int)(words[0] >> 24 & 0xff) : 0;
-        at += sort == OF_LIST ? 1 : 2 + ndim;
+        at += sort == OF_LIST ? 1 : sort == OF_SIZES ? 1 + (int)(words[0] >> 8) : 2 + ndim;
         if (sort != OF_TENSOR) continue;
         PyObject *shape = shape_of(words + 2, ndim);
         PyObject *place = shape ? Py_BuildValue("(OLKOO)", PyTuple_GetItem(held->storages, k), (long long)held->tensors[k].offset,

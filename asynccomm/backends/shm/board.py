@@ -22,7 +22,7 @@ from asynccomm.backends.shm.layout import HEADER, WORD, Layout, RecordWord, Word
 from asynccomm.backends.shm.peer_memory import PeerMemory
 from asynccomm.backends.shm.programs import Space
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import AllToAll, Barrier, Op
+from asynccomm.ops import Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
 MIX: Final = 0x9E3779B97F4A7C15  # any odd number with well-mixed bits
@@ -57,7 +57,7 @@ class RankPosition:
         self.op: Op = Barrier()  #: the current collective, for errors
         self.messages: int = 0  #: point-to-point operations that are pending
         self.kept: int = 0  #: messages that have arrived, and that no receive was posted for
-        self.waited: float = 0.0  #: seconds that the last operation took which was not done in its call
+        self.waited: float = 0.0  #: seconds from the call to the end of the last small operation that C did not finish
         self.dead: bool = False  #: nothing is submitted any more
 
 
@@ -250,8 +250,7 @@ class Board:
         return self.mismatch(rank, described)
 
     def _other_sizes(self, rank: int, first: int) -> BrokenError:
-        op = self.state.op
-        assert isinstance(op, AllToAll), op
+        op: Any = self.state.op
         head, body, steps = self.get(first, rank, self.rank)
         if head or body == op.receives[rank] * op.dtype.itemsize:
             return BackendError(f"rank {rank} announces for {op} what cannot be: {body} bytes in {steps} steps")

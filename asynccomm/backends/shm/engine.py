@@ -119,15 +119,12 @@ class Engine:
         self._with_worker = False
         self._dozing = False  # the progress thread may sleep until it is rung
         self._arming = False  # a call of ``_arm`` is scheduled on the loop
-        self._waits_since = 0.0  # monotonic time of the last operation that finished, or that was submitted alone
 
     # -- from the comm ------------------------------------------------------------------------------------------------
 
     def submit(self, batch: Sequence[Submission]) -> None:
         """Submit operations, in order, and advance them as far as possible without waiting. From any thread."""
         large = False
-        if not (self._queue or self._inbox or self._messages.pending):
-            self._waits_since = time.monotonic()
         for item in batch:
             if item.nbytes > self.inline_bytes:
                 self._large_in += 1
@@ -335,11 +332,10 @@ class Engine:
         while self._finished:
             item = self._finished.popleft()
             finished.append(item)
-            if self._large and item.nbytes > self.inline_bytes:
+            if item.nbytes <= self.inline_bytes:
+                self._position.waited = time.monotonic() - item.work.started
+            elif self._large:
                 self._large_out += 1
-        if finished:
-            now = time.monotonic()
-            self._position.waited, self._waits_since = now - self._waits_since, now
         if self._position.dead:
             faults = list(self._faults)
             self._faults.clear()

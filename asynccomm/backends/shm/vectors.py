@@ -128,12 +128,6 @@ def write(vector: Vector, start: int, n: int, source: int) -> None:
         vector.write(start, n, source)
 
 
-def copy(source: Vector, target: Vector, n: int) -> None:
-    """Copy all ``n`` bytes of one vector to another."""
-    if source != target:
-        copy_between(source, 0, target, 0, n)
-
-
 def copy_between(source: Vector, start: int, target: Vector, at: int, n: int) -> None:
     """Copy ``n`` bytes, from byte ``start`` of one vector on, to byte ``at`` of another; nothing if in place."""
     if isinstance(source, int):

@@ -270,11 +270,11 @@ async def test_calls_with_sizes_are_fast_once_they_repeat() -> None:
 
         numels = [[2, 3], [4, 5]]
         inputs = [torch.full((n,), 10.0 * me + reader) for reader, n in enumerate(numels[me])]
-        for _ in range(3):
+        for k in range(3):
             outputs = [torch.empty(row[me]) for row in numels]
             assert await comm.all_to_all(outputs, inputs) is outputs
             assert all(torch.equal(out, torch.full_like(out, 10.0 * g + me)) for g, out in enumerate(outputs))
-            assert paths.took() == "fast"
+            assert paths.took() == ("ordinary" if k == 0 else "fast")
         for k in range(3):
             gathered = torch.empty(3, 2)
             await comm.all_gather_v(gathered, data[me][: 2 - me], [2, 1])
@@ -289,6 +289,20 @@ async def test_calls_with_sizes_are_fast_once_they_repeat() -> None:
         for wrong in ([2, True], [2, torch.ones(1)], [2, 1 << 70]):
             with pytest.raises((TypeError, ValueError), match="sizes"):
                 comm.all_gather_v(gathered, data[me][: 2 - me], wrong)
+
+
+@pytest.mark.ranks(3)
+async def test_a_small_part_in_a_large_exchange_does_not_hold_up_the_loop() -> None:
+    async with counted() as (comm, _):
+        numel = [[1 << 22 if {giver, reader} == {0, 1} else 4 for reader in range(3)] for giver in range(3)]
+        inputs = [torch.full((n,), 10.0 * comm.rank + reader) for reader, n in enumerate(numel[comm.rank])]
+        outputs = [torch.empty(row[comm.rank]) for row in numel]
+        for _ in range(5):
+            work = comm.all_to_all(outputs, inputs)
+            assert not work.done(), "16 MiB take longer than a call"
+            await work
+            assert all(bool(out.eq(10.0 * giver + comm.rank).all()) for giver, out in enumerate(outputs))
+            await comm.barrier()
 
 
 @pytest.mark.ranks(2)
@@ -438,7 +452,7 @@ async def test_lists_are_right_wherever_their_tensors_lie() -> None:
                 assert await comm.broadcast_coalesced(tensors, 1) is tensors
                 assert [tensor.tolist() for tensor in tensors] == [[2 * (k + round) + 2.0] * 3 for k in range(40)]
             assert whole[0] == 0
-        assert paths.took() == "fast"
+            assert paths.took() == ("fast" if round else "ordinary"), "lists must come twice"
         assert comm.statistics().submitted == 8 * 3 * 2
         several = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
         await comm.all_reduce_coalesced(several)

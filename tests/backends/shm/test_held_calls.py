@@ -53,7 +53,7 @@ async def test_a_mixture_is_right_and_fast() -> None:
                 comm.all_to_all_single(gave, torch.full((size * 3,), float(rank)))
                 comm.barrier()
             results = await batch
-            assert paths.took() == "fast", round
+            assert paths.took() == ("fast" if round else "ordinary"), "lists must come twice"
             assert a.tolist() == [size] * 3
             assert bool((b == size).all())
             assert c.tolist() == [1.0] * 5
@@ -65,6 +65,51 @@ async def test_a_mixture_is_right_and_fast() -> None:
             assert results[0] is a
             assert results[5] is None
             assert [work.seq for work in batch.works] == list(range(round * 10, round * 10 + 10))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_python", [False, True])
+async def test_calls_with_sizes_in_a_scope(by_python: bool) -> None:
+    async with counted(scopes=True) as (comm, paths):
+        rank = comm.rank
+        for round in range(5):
+            mine = torch.arange(4.0) + 10 * rank + round
+            even, uneven, several = torch.empty(8), torch.empty(6), ones(6, 6)
+            part, exchanged = torch.empty(2), torch.empty(3)
+            strided = torch.ones(2, 2)
+            async with comm.coalesce() as batch:
+                comm.all_gather_v(even, mine, [4, 4])
+                comm.all_gather_v(uneven, mine[: 4 - 2 * rank], [4, 2])
+                comm.all_gather_v_coalesced(several, [mine[:3], mine[1:]], [3, 3])
+                comm.reduce_scatter_v(part, mine, [2, 2])
+                comm.all_to_all_v_single(exchanged, mine, [1, 2] if rank else [2, 1], [1, 2] if rank else [2, 1])
+                if by_python:
+                    comm.all_reduce(strided.t())
+            await batch
+            zero, one = torch.arange(4.0) + round, torch.arange(4.0) + 10 + round
+            assert torch.equal(even, torch.cat([zero, one]))
+            assert torch.equal(uneven, torch.cat([zero, one[:2]]))
+            assert torch.equal(several[0], torch.cat([zero[:3], one[:3]]))
+            assert torch.equal(several[1], torch.cat([zero[1:], one[1:]]))
+            assert torch.equal(part, (zero + one).split(2)[rank])
+            assert torch.equal(exchanged, torch.cat([zero[2:3], one[1:3]] if rank else [zero[:2], one[:1]]))
+            assert strided.eq(2 if by_python else 1).all()
+            assert paths.took() == "ordinary", "an all_to_all is held by Python"
+
+
+@pytest.mark.ranks(2)
+async def test_a_scope_of_calls_with_sizes_is_fast_once_they_repeat() -> None:
+    async with counted(scopes=True) as (comm, paths):
+        for round in range(5):
+            mine, even, part = torch.arange(4.0) + 10 * comm.rank, torch.empty(8), torch.empty(2)
+            async with comm.coalesce() as batch:
+                comm.all_gather_v(even, mine.clone(), [4, 4])
+                comm.reduce_scatter_v(part, mine, [2, 2])
+            await batch
+            zero, one = torch.arange(4.0), torch.arange(4.0) + 10
+            assert torch.equal(even, torch.cat([zero, one]))
+            assert torch.equal(part, (zero + one).split(2)[comm.rank])
+            assert paths.took() == ("fast" if round else "ordinary")
 
 
 @pytest.mark.ranks(1)
