@@ -27,7 +27,7 @@ async def test_a_rank_spins_unless_its_last_wait_was_long(
             return
         made: Any = own.unsafe_get_backend()
         if backend == "shm":
-            owner, field, watched, spin = made._engine._position, "waited", made._engine, "_spin"
+            owner, field, watched, spin = made._engine._position, "message_wait", made._engine, "_spin"
         else:
             owner, field, watched, spin = made._p2p, "_waited", made._p2p._endpoint, "serve"
         spins: list[bool] = []

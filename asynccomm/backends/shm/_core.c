@@ -773,7 +773,8 @@ static int RankPosition_clear(PyObject *self)
 #define NUMBER(name) {#name, T_ULONGLONG, offsetof(RankPosition, name), 0, NULL}
 static PyMemberDef state_members[] = {
     NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(number), NUMBER(messages), NUMBER(kept),
-    {"waited", T_DOUBLE, offsetof(RankPosition, waited), 0, NULL}, {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL},
+    {"collective_wait", T_DOUBLE, offsetof(RankPosition, collective_wait), 0, NULL},
+    {"message_wait", T_DOUBLE, offsetof(RankPosition, message_wait), 0, NULL}, {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL},
     {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {NULL, 0, 0, 0, NULL}};
 static PyType_Slot state_slots[] = {
     {Py_tp_dealloc, (void *)RankPosition_dealloc}, {Py_tp_traverse, (void *)RankPosition_traverse}, {Py_tp_clear, (void *)RankPosition_clear},

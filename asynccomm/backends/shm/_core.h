@@ -100,7 +100,7 @@ typedef struct RankPosition {
     PyObject_HEAD
     uint64_t step, code, numel, history, number;
     uint64_t messages, kept;
-    double waited; /* seconds */
+    double collective_wait, message_wait; /* seconds */
     PyObject *op;
     char dead;
 } RankPosition;

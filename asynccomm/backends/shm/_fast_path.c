@@ -420,7 +420,7 @@ static int run_on(FastPath *f, Run *run)
             else if (nanoseconds() > until) return STUCK;
             continue;
         }
-        if (result != STUCK || !core_goes_on(f, f->state->waited, &spin)) return result;
+        if (result != STUCK || !core_goes_on(f, f->state->collective_wait, &spin)) return result;
     }
 }
 
@@ -453,7 +453,7 @@ static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t
     Frame frame;
     if (f->state->messages || f->state->kept || link->gone) return 0;
     while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
-        if (!core_goes_on(f, f->state->waited, &spin)) return 0;
+        if (!core_goes_on(f, f->state->message_wait, &spin)) return 0;
     const char *payload = next_frame(f->segment, link, ring, &frame);
     if (!payload || frame.kind != SHORT || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel
         || frame.nbytes != nbytes || link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring)

@@ -44,7 +44,19 @@ class Fault(IntEnum):
 class RankPosition:
     """The position of a rank in the sequence of collectives, and its messages; ``_core`` has it in C."""
 
-    __slots__ = ("code", "dead", "history", "kept", "messages", "number", "numel", "op", "step", "waited")
+    __slots__ = (
+        "code",
+        "collective_wait",
+        "dead",
+        "history",
+        "kept",
+        "message_wait",
+        "messages",
+        "number",
+        "numel",
+        "op",
+        "step",
+    )
 
     def __init__(self) -> None:
         self.step: int = 0  #: the first step of the next collective
@@ -57,7 +69,9 @@ class RankPosition:
         self.op: Op = Barrier()  #: the current collective, for errors
         self.messages: int = 0  #: point-to-point operations that are pending
         self.kept: int = 0  #: messages that have arrived, and that no receive was posted for
-        self.waited: float = 0.0  #: seconds from the call to the end of the last small operation that C did not finish
+        #: seconds from the call to the end of the last small collective, and message, that C did not finish
+        self.collective_wait: float = 0.0
+        self.message_wait: float = 0.0
         self.dead: bool = False  #: nothing is submitted any more
 
 

@@ -136,7 +136,7 @@ class Engine:
             self._to_worker()
         elif asyncio._get_running_loop() is self._loop:
             # a call that C has begun has seen that peers are late: this rank sleeps next, unless it spins
-            late = batch[-1].run is not None and self._position.waited > SHORT_WAIT_SECONDS
+            late = batch[-1].run is not None and self._position.collective_wait > SHORT_WAIT_SECONDS
             self._drive(arm=late)
             if not (late or self._arming) and (self._queue or self._messages.pending):
                 self._arming = True
@@ -160,7 +160,9 @@ class Engine:
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if the last wait was short."""
-        if not (self._large or self._waited) and self.patience and self._position.waited <= SHORT_WAIT_SECONDS:
+        position = self._position
+        last = position.message_wait if work.op.p2p else position.collective_wait
+        if not (self._large or self._waited) and self.patience and last <= SHORT_WAIT_SECONDS:
             self._spin(work)
 
     def before_block(self, work: Work[Any]) -> None:
@@ -333,7 +335,11 @@ class Engine:
             item = self._finished.popleft()
             finished.append(item)
             if item.nbytes <= self.inline_bytes:
-                self._position.waited = time.monotonic() - item.work.started
+                waited = time.monotonic() - item.work.started
+                if item.op.p2p:
+                    self._position.message_wait = waited
+                else:
+                    self._position.collective_wait = waited
             elif self._large:
                 self._large_out += 1
         if self._position.dead:

@@ -589,7 +589,7 @@ async def test_a_rank_that_will_not_spin_asks_for_a_ring_in_the_call(comm: Comm)
             values = torch.ones(3)
             if own.rank == 0:
                 engine: Any = own.unsafe_get_backend()._engine  # type: ignore[attr-defined]
-                engine._position.waited = 1.0
+                engine._position.collective_wait = 1.0
                 work = own.all_reduce(values)
                 assert not work.done()
                 at_once.append(not engine._arming)

@@ -16,7 +16,7 @@ from asynccomm.backends.shm.vectors import (
     Pieces,
     Scattered,
     address_of,
-    copy,
+    copy_between,
     read,
     scattered,
     share_of,
@@ -67,13 +67,13 @@ def test_copies_between_any_divisions(sizes: list[int], others: list[int]) -> No
     cut = [min(n, max(0, len(whole) - sum(others[:i]))) for i, n in enumerate(others)]
     cut.append(len(whole) - sum(cut))
     target, _ = pieces(cut)
-    copy(scattered(source), scattered(target), len(whole))
+    copy_between(scattered(source), 0, scattered(target), 0, len(whole))
     assert torch.equal(torch.cat(target), whole)
     for one in (numbers(len(whole)), whole):
-        copy(one.data_ptr(), scattered(target), len(whole))
+        copy_between(one.data_ptr(), 0, scattered(target), 0, len(whole))
         assert torch.equal(torch.cat(target), one)
         flat = torch.zeros_like(whole)
-        copy(scattered(target), flat.data_ptr(), len(whole))
+        copy_between(scattered(target), 0, flat.data_ptr(), 0, len(whole))
         assert torch.equal(flat, one)
 
 
