@@ -275,7 +275,7 @@ def kinds(world: World, source: int = 0, destination: int = 1) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("parts", [(224,), (0, 224), (224, 0), (100, 124), (1, 1, 222)], ids=str)
+@pytest.mark.parametrize("parts", [(256,), (0, 256), (256, 0), (100, 156), (1, 1, 254)], ids=str)
 @pytest.mark.parametrize("over", [0, 1])
 def test_a_short_parcel_is_one_frame(parts: tuple[int, ...], over: int) -> None:
     world = World()

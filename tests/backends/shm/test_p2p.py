@@ -21,8 +21,8 @@ from tests.sampling import examples, some
 
 from .ring_world import World, executor, pattern  # noqa: F401
 
-# Around the limits of a ring of 1 KiB: 224 bytes are one frame, and the most that is short there.
-TINY_SIZES = [0, 1, 31, 32, 33, 192, 223, 224, 225, 448, 449, 1023, 1024, 1025, 5000]
+# Around the limits of a ring of 1 KiB: 224 bytes are one frame of DATA, and 256 bytes the most that is short there.
+TINY_SIZES = [0, 1, 31, 32, 33, 192, 223, 224, 225, 256, 257, 448, 449, 1023, 1024, 1025, 5000]
 
 
 @dataclass
