@@ -8,6 +8,7 @@ hosts is an exchange of frames.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
@@ -43,7 +44,7 @@ class QuickStep:
         over: called at the end, on any thread.
     """
 
-    __slots__ = ("_finished", "_over", "_tensors", "error", "nbytes", "op", "run", "seq")
+    __slots__ = ("_finished", "_over", "_tensors", "error", "nbytes", "op", "run", "seq", "started")
 
     def __init__(self, op: Op, seq: int, tensors: Sequence[Tensor], over: Callable[[], object]) -> None:
         self.op = op
@@ -51,6 +52,7 @@ class QuickStep:
         self.run: object = None
         self.nbytes: int = tensors[0].nbytes
         self.error: None = None
+        self.started: float = time.monotonic()
         self._tensors = tensors
         self._over = over
         self._finished = False
