@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import threading
-import time
 from collections.abc import Callable
 from ctypes import memmove
 from typing import Protocol, final
@@ -15,6 +14,7 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.regions import overlap, region
+from asynccomm.backends.spinning import waited
 from asynccomm.errors import AsyncCommError
 from asynccomm.ops import (
     WindowAccumulate,
@@ -135,7 +135,7 @@ class SignalWaits:
             if over:
                 self._pending = [wait for wait in self._pending if wait not in over]
         for wait in over:
-            self.waited = time.monotonic() - wait.work.started
+            self.waited = waited(wait.work.started)
             wait.work.settle()
 
     def _holds(self, op: object) -> bool:

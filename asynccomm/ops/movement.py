@@ -243,6 +243,11 @@ class AllToAll(Op):
         real, each = moved(dtype, 1)
         return cls(real, tuple([each * n for n in sends]), tuple([each * n for n in receives]))
 
+    def of_sender(self, nbytes: int, rank: int) -> str:
+        """The operation of a rank that has ``nbytes`` for ``rank``, for errors."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"all_to_all({dtype}, sends {nbytes // self.dtype.itemsize} elements to rank {rank})"
+
     def fits(self, other: Op) -> bool:
         return type(other) is AllToAll and self.dtype == other.dtype and self.label == other.label
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynccomm import Comm, Work, new_comm
-from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
+from asynccomm.backends.spinning import SHORT_WAIT_SECONDS, waited
 
 
 @pytest.mark.ranks(2)
@@ -57,3 +57,9 @@ def counting(function: Callable[..., Any], calls: list[bool]) -> Callable[..., A
         return function(*args)
 
     return counted
+
+
+def test_the_time_that_data_take_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 10.0)
+    assert waited(9.0) == pytest.approx(1.0)
+    assert waited(9.996, 4 << 20) < SHORT_WAIT_SECONDS < waited(9.996, 1 << 20)

@@ -49,7 +49,7 @@ from asynccomm.backends.gloo.messages import (
 from asynccomm.backends.gloo.staging import room, unpack
 from asynccomm.backends.matching import MatchQueues
 from asynccomm.backends.regions import bytes_of
-from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
+from asynccomm.backends.spinning import SHORT_WAIT_SECONDS, waited
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace, PeerOp, PeerParcel, Recv, Send
@@ -398,7 +398,7 @@ class PointToPoint:
 
     def _settle(self, submission: Submission) -> None:
         if submission.nbytes <= SPIN_BYTES:
-            self._waited = time.monotonic() - submission.work.started
+            self._waited = waited(submission.work.started, submission.nbytes)
         submission.work.settle(submission.error)
 
     # -- failure -------------------------------------------------------------------------------------------------------

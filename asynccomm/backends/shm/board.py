@@ -69,7 +69,7 @@ class RankPosition:
         self.op: Op = Barrier()  #: the current collective, for errors
         self.messages: int = 0  #: point-to-point operations that are pending
         self.kept: int = 0  #: messages that have arrived, and that no receive was posted for
-        #: seconds from the call to the end of the last small collective, and message, that C did not finish
+        #: seconds that the last small collective, and message, that C did not end has waited (``spinning.waited``)
         self.collective_wait: float = 0.0
         self.message_wait: float = 0.0
         self.dead: bool = False  #: nothing is submitted any more
@@ -268,8 +268,7 @@ class Board:
         head, body, steps = self.get(first, rank, self.rank)
         if head or body == op.receives[rank] * op.dtype.itemsize:
             return BackendError(f"rank {rank} announces for {op} what cannot be: {body} bytes in {steps} steps")
-        dtype, elements = str(op.dtype).removeprefix("torch."), body // op.dtype.itemsize
-        return self.mismatch(rank, f"all_to_all({dtype}, sends {elements} elements to rank {self.rank})")
+        return self.mismatch(rank, op.of_sender(body, self.rank))
 
     def mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
         """The error for the current collective when ``rank`` has issued another, described by ``theirs``."""

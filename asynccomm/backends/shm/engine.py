@@ -42,7 +42,7 @@ from asynccomm.backends.shm.rank_words import RankWords
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
-from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
+from asynccomm.backends.spinning import SHORT_WAIT_SECONDS, waited
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
@@ -335,11 +335,11 @@ class Engine:
             item = self._finished.popleft()
             finished.append(item)
             if item.nbytes <= self.inline_bytes:
-                waited = time.monotonic() - item.work.started
+                wait = waited(item.work.started, item.nbytes)
                 if item.op.p2p:
-                    self._position.message_wait = waited
+                    self._position.message_wait = wait
                 else:
-                    self._position.collective_wait = waited
+                    self._position.collective_wait = wait
             elif self._large:
                 self._large_out += 1
         if self._position.dead:

@@ -32,7 +32,9 @@ from asynccomm.ops.reduce_op import CONSTANTS
 from asynccomm.ops.signature import Signature, signature
 from asynccomm.ops.validation import CommInfo
 
-SPIN_SECONDS: Final = 1e-4  # for a late rank, inside the call: longer than another rank's call on the ordinary path
+CALL_SPIN_SECONDS: Final = (
+    1e-4  # for a late rank, inside the call: longer than another rank's call on the ordinary path
+)
 _TORCHS: Final = (
     [getattr(torch.distributed.ReduceOp, op.type.name) for op in CONSTANTS] if torch.distributed.is_available() else []
 )
@@ -120,7 +122,7 @@ def fast_path(
         (None, True, False, *CONSTANTS, *_TORCHS),  # arguments of a recipe that are neither tensors nor integers
         largest_short(board.layout),
         # a thread that runs no loop is about to wait in any case
-        (limits.patience if crowded else min(SPIN_SECONDS, limits.patience), limits.patience, SHORT_WAIT_SECONDS),
+        (limits.patience if crowded else min(CALL_SPIN_SECONDS, limits.patience), limits.patience, SHORT_WAIT_SECONDS),
         (
             calls.queues,
             calls.in_flight.works,
