@@ -451,7 +451,7 @@ static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t
     Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
     Spin spin = {0, 0, 0};
     Frame frame;
-    if (f->state->messages || f->state->kept || link->gone) return 0;
+    if ((int64_t)nbytes > f->short_bytes || f->state->messages || f->state->kept || link->gone) return 0;
     while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
         if (!core_goes_on(f, f->state->message_wait, &spin)) return 0;
     const char *payload = next_frame(f->segment, link, ring, &frame);
