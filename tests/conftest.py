@@ -66,13 +66,16 @@ def pytest_collection(session: pytest.Session) -> None:
     rewriting.rewrite_share(session.config)
 
 
+@pytest.hookimpl(trylast=True)  # of what -k and -m select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that are marked ``exhaustive``, without the option; order the rest for xdist."""
+    """Leave out the tests for ``--exhaustive``, without the option; order the rest for xdist."""
     if not sampling.exhaustive():
-        left_out = [item for item in items if item.get_closest_marker("exhaustive") is not None]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
+        usual = [item for item in items if item.get_closest_marker("exhaustive") is None]
+        by_name = any("[" in argument for argument in config.args)  # one combination of parameters
+        chosen = set(usual) - set(() if by_name else sampling.left_out(usual))
+        if len(chosen) < len(items):
+            config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+            items[:] = [item for item in items if item in chosen]
     if hasattr(config, "workerinput"):  # of xdist
         ordering.sort(items)
 

@@ -148,6 +148,8 @@ class Worker:
             with contextlib.suppress(BaseException), self._state_of(job.surroundings, job.filters, {}):
                 self._modules.load(path)
                 self._loaded.add(path)
+                gc.collect()
+                gc.freeze()
         return "ready"
 
     def _run(self, job: RankTask) -> Passed | Skipped | Failed:

@@ -1,7 +1,7 @@
-"""What of the conformance suite is run on more ranks than three, and what of it on simulated devices."""
+"""The checks of the conformance suite for more than three ranks, and the usual ones for backends other than shm."""
 
 from asynccomm.testing.conformance import CHECKS
-from tests.sampling import some
+from tests.sampling import exhaustive
 
 # Each goes through all dtypes, reductions, layouts or forms, one after the other, and takes the same way for every one
 # of them on four ranks as on three. What they have in common with the others (roots, uneven sizes, the forms) is left.
@@ -31,5 +31,9 @@ assert set(CHECKS) >= OF_EVERY_KIND
 
 MANY_RANKS = [name for name in CHECKS if name not in OF_EVERY_KIND]
 
-# Their other tests compare all dtypes and reductions with another backend.
-SIMULATED = [name for name in CHECKS if name in {*MANY_RANKS, *some(sorted(OF_EVERY_KIND), 5)}]
+# Other tests of these backends, the fuzzer's among them, compare dtypes and reductions with another backend.
+USUAL = [
+    name
+    for name in CHECKS
+    if exhaustive() or name in {*MANY_RANKS, "conjugated_tensors_in_every_form", "uneven_sizes_of_every_dtype"}
+]

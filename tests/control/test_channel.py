@@ -19,6 +19,7 @@ from asynccomm.control.transport.connection import Tokens
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.topology import RankAddress
+from tests.sampling import some
 
 from .channel_pairs import HOSTS, doors_of, job, two_threads
 from .unauthenticated import descriptors, nothing_unclosed, until
@@ -213,7 +214,7 @@ async def ended(channel: ControlChannel) -> None:
     assert not channel._thread._thread.is_alive()
 
 
-@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("turns", some(range(8), 3))
 async def test_who_comes_while_a_channel_ends_leaves_nothing_open(turns: int) -> None:
     """They come so many turns of the loop before it closes, and in that turn."""
     strangers: list[socket.socket] = []

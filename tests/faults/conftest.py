@@ -36,24 +36,29 @@ def cases_of(config: pytest.Config) -> list[Case]:
     # the options are unknown if this file was not yet loaded when the command line was read
     seed, count = config.getoption("--faults-seed", SEED), config.getoption("--faults", None)
     cases = plan(seed, USUAL if count is None else count)
-    return list(cases if exhaustive() or count is not None else _sample(cases))
+    return cases if exhaustive() or count is not None else _sample(cases)
 
 
-def _sample(cases: Sequence[Case]) -> Iterator[Case]:
-    """Those in which something meets something else for the first time."""
-    seen: set[tuple[str, ...]] = set()
-    for case in cases:
-        fault, backend, phase = case.fault, case.backend, case.phase
-        meetings = {
-            ("fault on backend", fault, backend),
-            ("fault at phase", fault, phase),
-            ("fault in detail", fault, case.detail),
-            ("backend at phase", backend, phase),
-            ("operation", case.operation),
-        }
-        if meetings - seen:
-            yield case
-        seen |= meetings
+def _sample(cases: Sequence[Case]) -> list[Case]:
+    """As many as it takes for each fault to meet each backend, phase and detail, and for all operations."""
+    missing = set().union(*map(_meetings, cases))
+    sample: set[Case] = set()
+    while missing:
+        case = max(cases, key=lambda case: len(missing & _meetings(case)))
+        sample.add(case)
+        missing -= _meetings(case)
+    return [case for case in cases if case in sample]
+
+
+def _meetings(case: Case) -> set[tuple[str, ...]]:
+    fault, backend, phase = case.fault, case.backend, case.phase
+    return {
+        ("fault on backend", fault, backend),
+        ("fault at phase", fault, phase),
+        ("fault in detail", fault, case.detail),
+        ("backend at phase", backend, phase),
+        ("operation", case.operation),
+    }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

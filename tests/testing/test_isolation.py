@@ -39,6 +39,7 @@ def covered(project: Project) -> list[int]:
 COVERAGE = ("--cov=.", "--cov-report=json")
 
 
+@pytest.mark.exhaustive
 def test_in_order_with_coverage(project: Project) -> None:
     run = project.run(*COVERAGE)
     assert len(check(project, run)) == 5
@@ -46,6 +47,7 @@ def test_in_order_with_coverage(project: Project) -> None:
     assert project.pids("processes")[0] == 1, "the start of the processes is no part of the test"
 
 
+@pytest.mark.exhaustive
 def test_in_reverse_order_without_other_plugins(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REVERSED", "1")
     check(project, project.run("-p", "no:cov", "-p", "no:xdist"))

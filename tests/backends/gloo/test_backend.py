@@ -23,13 +23,13 @@ from asynccomm.testing import check_backend
 from tests.sampling import some
 from tests.waiting import until
 
-from ..conformance import MANY_RANKS  # noqa: TID252
+from ..conformance import MANY_RANKS, USUAL  # noqa: TID252
 from ..contexts import rank_0_of_2  # noqa: TID252
 
 
 @pytest.mark.ranks(some([3, 1, 2], 1), backend="gloo", timeout=240)
 async def test_conformance() -> None:
-    await check_backend(lambda name: new_comm("gloo", name=name, timeout=50))
+    await check_backend(lambda name: new_comm("gloo", name=name, timeout=50), only=USUAL)
 
 
 @pytest.mark.exhaustive

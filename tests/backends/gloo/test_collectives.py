@@ -121,7 +121,7 @@ def said(error: BaseException | None) -> list[Any]:
     return list(error.args[:5])
 
 
-@pytest.mark.parametrize(("case", "n", "control"), some(list(itertools.product(CASES, [8, 3000], ["on", "off"])), 32))
+@pytest.mark.parametrize(("case", "n", "control"), some(list(itertools.product(CASES, [8, 3000], ["on", "off"])), 16))
 @pytest.mark.ranks(2, backend="gloo", timeout=60)
 async def test_a_difference_is_told_to_all_though_all_close_at_once(
     comm: Comm, case: str, n: int, control: str

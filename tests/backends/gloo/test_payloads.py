@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from typing import Any
 
@@ -15,6 +16,7 @@ from asynccomm.backends.gloo.payloads import InboundParcel, OutboundParcel, segm
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import Parcel
 from tests.cases import cases
+from tests.sampling import some
 
 from .parcels import data, joined
 
@@ -61,8 +63,10 @@ def test_small_tensors_share_segments_and_large_ones_are_cut() -> None:
 
 
 @cases("cut", [[1], [3, 2], [50, 1, 0, 7], [1000] * 4])
-@cases("nbytes", [0, 1, 4096, 4097, 3 * SMALL, SEGMENT + 3])
-@cases("head", [0, 10, 4096, 100_000])
+@cases(
+    "nbytes, head",
+    some(list(itertools.product([0, 1, 4096, 4097, 3 * SMALL, SEGMENT + 3], [0, 10, 4096, 100_000])), 12),
+)
 def test_any_cut_into_any_other(nbytes: int, head: int, cut: list[int]) -> None:
     def pieces(weights: list[int]) -> list[Tensor]:
         parts = [nbytes * weight // sum(weights) for weight in weights]

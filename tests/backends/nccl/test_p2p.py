@@ -23,7 +23,7 @@ from asynccomm.backends import arithmetic, delivery, regions
 from asynccomm.ops import Call, MessageSpace, Parcel, Parcels, SendParcel
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
 from tests.backends.gloo.parcels import Shelf, collective, joined, recv, send, submit
-from tests.sampling import some
+from tests.sampling import amount, some
 from tests.waiting import until
 
 from .conftest import World
@@ -370,7 +370,7 @@ async def test_hundreds_in_flight(world: World, events: list[SimulatedEvent], si
     async with world(size) as comms:
         works: list[Awaitable[Any]] = []
         checks: list[Callable[[], bool]] = []
-        count = 240 // size
+        count = amount(240, 100) // size
         for i in range(count):
             lengths = [choose.choice([0, 1, 5, 64, 1000, 4001]) for _ in range(choose.randrange(4))]
             for comm in comms:
@@ -724,7 +724,7 @@ async def test_closing_with_receives_that_nobody_answers(world: World, what: str
 
 async def test_abort_in_the_middle(world: World, events: list[SimulatedEvent]) -> None:
     choose = random.Random(1)
-    for turn in some(range(10), 4):
+    for turn in some(range(10), 2):
         async with world(3, timeout=20) as comms:
             works: list[Any] = []
             for i in range(30):

@@ -42,7 +42,7 @@ async def test_conformance(kind: str) -> None:
 @pytest.mark.ranks(some([5, 4], 1), backend="shm", timeout=240)
 async def test_conformance_on_more_ranks(kind: str) -> None:
     async with executors(kind):
-        only = some(MANY_RANKS, 50)  # all of them are run on three ranks
+        only = some(MANY_RANKS, 30)  # all of them are run on three ranks
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
 
@@ -67,7 +67,7 @@ async def test_many_ranks(kind: str) -> None:
 @pytest.mark.parametrize("all_checks", [exhaustive()])
 async def test_conformance_with_tiny_slots_and_everything_on_the_worker(all_checks: bool, kind: str) -> None:
     hints = {"chunk_bytes": "1024", "whole_bytes": "64", "inline_bytes": "0", "message_bytes": "1024"}
-    only = None if os.environ["WORLD_SIZE"] == "2" and all_checks else some(MANY_RANKS, 80)
+    only = None if os.environ["WORLD_SIZE"] == "2" and all_checks else some(MANY_RANKS, 50)
     async with executors(kind):
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50, hints=hints), only=only)
 
