@@ -775,7 +775,8 @@ static PyMemberDef state_members[] = {
     NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(number), NUMBER(messages), NUMBER(kept),
     {"collective_wait", T_DOUBLE, offsetof(RankPosition, collective_wait), 0, NULL},
     {"message_wait", T_DOUBLE, offsetof(RankPosition, message_wait), 0, NULL}, {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL},
-    {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+    {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {"adopting", T_BOOL, offsetof(RankPosition, adopting), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
 static PyType_Slot state_slots[] = {
     {Py_tp_dealloc, (void *)RankPosition_dealloc}, {Py_tp_traverse, (void *)RankPosition_traverse}, {Py_tp_clear, (void *)RankPosition_clear},
     {Py_tp_members, state_members}, {0, NULL}};
@@ -791,7 +792,7 @@ static void LinkState_dealloc(PyObject *self)
 
 #define COUNT(name) {#name, T_ULONGLONG, offsetof(LinkState, name), 0, NULL}
 static PyMemberDef link_members[] = {
-    COUNT(head), COUNT(taken), COUNT(sent), COUNT(tail), COUNT(told), COUNT(came), COUNT(matched),
+    COUNT(head), COUNT(taken), COUNT(sent), COUNT(tail), COUNT(told), COUNT(came), COUNT(matched), COUNT(next_ident),
     {"waiting", T_OBJECT, offsetof(LinkState, waiting), 0, NULL}, {"gone", T_BOOL, offsetof(LinkState, gone), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 static PyType_Slot link_slots[] = {{Py_tp_dealloc, (void *)LinkState_dealloc}, {Py_tp_members, link_members}, {0, NULL}};

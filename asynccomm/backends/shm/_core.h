@@ -102,13 +102,13 @@ typedef struct RankPosition {
     uint64_t messages, kept;
     double collective_wait, message_wait; /* seconds */
     PyObject *op;
-    char dead;
+    char dead, adopting;
 } RankPosition;
 
 /* The counters of the two rings between this rank and a peer: rings.LinkState */
 typedef struct LinkState {
     PyObject_HEAD
-    uint64_t head, taken, sent, tail, told, came, matched;
+    uint64_t head, taken, sent, tail, told, came, matched, next_ident;
     PyObject *waiting;
     char gone;
 } LinkState;

@@ -12,7 +12,6 @@
  * the run nothing releases the GIL, so no other thread can begin to submit or drive, or give a tensor other memory.
  */
 #include "_fast_path.h"
-#include "_rings.h"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -424,46 +423,7 @@ static int run_on(FastPath *f, Run *run)
     }
 }
 
-/* ---- messages, as endpoint.py has them ----------------------------------------------------------------------------- */
-
-/* Send a short message; 0 if that has to wait for something. */
-static int send_message(const FastPath *f, const Entry *entry, const char *data, uint64_t nbytes)
-{
-    LinkState *link = f->segment->links[entry->peer];
-    Ring *ring = ring_of(f->segment, f->segment->rank, entry->peer);
-    uint64_t end, size = framed(nbytes);
-    if (link->gone || (int64_t)nbytes > f->short_bytes || PyObject_Size(link->waiting)
-        || link->sent + size - atomic_load_explicit(&ring->matched, memory_order_acquire) > (uint64_t)f->segment->ring)
-        return 0;
-    Frame *frame = reserve_frame(f->segment, link, ring, nbytes, &end);
-    if (!frame) return 0;
-    *frame = (Frame){(uint32_t)nbytes, SHORT, entry->tag, (uint32_t)entry->code, 0, 0, entry->numel};
-    memcpy(frame + 1, data, nbytes);
-    link->sent += size;
-    publish_frame(f->segment, link, ring, entry->peer, end);
-    return 1;
-}
-
-/* Receive a short message if it is the next frame; 0 if it is not, or has not come. */
-static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t nbytes)
-{
-    LinkState *link = f->segment->links[entry->peer];
-    Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
-    Spin spin = {0, 0, 0};
-    Frame frame;
-    if ((int64_t)nbytes > f->short_bytes || f->state->messages || f->state->kept || link->gone) return 0;
-    while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
-        if (!core_goes_on(f, f->state->message_wait, &spin)) return 0;
-    const char *payload = next_frame(f->segment, link, ring, &frame);
-    if (!payload || frame.kind != SHORT || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel
-        || frame.nbytes != nbytes || link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring)
-        return 0; /* a corrupt frame, too: the ordinary path has the error */
-    memcpy(data, payload, nbytes);
-    link->came += framed(nbytes), link->matched += framed(nbytes);
-    atomic_store_explicit(&ring->matched, link->matched, memory_order_release);
-    free_frame(f->segment, link, ring, entry->peer, nbytes);
-    return 1;
-}
+/* ---- call sites ---------------------------------------------------------------------------------------------------- */
 
 /* Whether the file of a code object is in a set; -1 with an exception. The code objects found are kept in `known`. */
 static int is_in(PyObject *files, PyObject **known, PyObject *code)
@@ -664,21 +624,40 @@ int core_start(FastPath *f, Entry *entry, char *const *data, long long number)
     return run_on(f, entry->run);
 }
 
-/* Submit a known call: its Work, or NULL with an exception. The comm's lock is held. */
+/* Have Python go on with a call that has begun as `run`: its Work, or NULL with an exception. */
+static PyObject *adopted(FastPath *f, PyObject *run, const Arguments *arguments, PyObject *result, PyObject *site, double started)
+{
+    int gc = PyGC_Disable(); /* a finalizer may make a call, which comes after this one */
+    PyObject *call = run ? core_tuple_of(arguments->items, arguments->count) : NULL, *work = NULL;
+    if (call) work = PyObject_CallFunction(f->adopt, "OOOOd", run, call, result, site, started);
+    if (gc) PyGC_Enable();
+    if (!work) core_break_comm(f);
+    Py_XDECREF(call);
+    Py_XDECREF(run);
+    return work;
+}
+
+/* Submit a known collective: its Work, or NULL with an exception. The comm's lock is held. */
 static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
                       PyObject *site, double started)
 {
     if (core_start(f, entry, tensors->data, f->counts->collectives) == DONE) return finish(f, entry, result, site, started);
-    Run *run = entry->run;
+    PyObject *run = (PyObject *)entry->run;
     entry->run = NULL; /* which goes on without this entry */
-    int gc = PyGC_Disable(); /* a finalizer may make a call, which comes after this one */
-    PyObject *call = core_tuple_of(arguments->items, arguments->count), *work = NULL;
-    if (call) work = PyObject_CallFunction(f->adopt, "OOOOd", (PyObject *)run, call, result, site, started);
-    if (gc) PyGC_Enable();
-    if (!work) core_break_comm(f);
-    Py_XDECREF(call);
-    Py_DECREF((PyObject *)run);
-    return work;
+    return adopted(f, run, arguments, result, site, started);
+}
+
+/* The same for a message; NULL without an exception: it is not for this path. */
+static PyObject *send_or_receive(FastPath *f, const Entry *entry, const Tensors *tensors, const Arguments *arguments,
+                                 PyObject *result, PyObject *site, double started)
+{
+    BegunMessage begun;
+    int moved = (entry->sends ? core_send_message : core_receive_message)(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0], &begun);
+    if (moved == STUCK) return NULL;
+    if (moved == DONE) return finish(f, entry, result, site, started);
+    f->state->adopting = 1; /* no thread looks at frames until Python knows of the message */
+    PyObject *run = Py_BuildValue("(IOK)", begun.ident, begun.cleared ? Py_True : Py_False, (unsigned long long)begun.moved);
+    return adopted(f, run, arguments, result, site, started);
 }
 
 /* Submit a call of which all Python code has run: 1: `work` is its Work, or NULL with an exception; 0: it is not for this
@@ -699,10 +678,7 @@ static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, 
     else may = !entry->program || !core_prepare(f, entry) ? core_may_send(f) : -1;
     if (may > 0 && !queue) {
         if (entry->program) *work = send(f, entry, tensors, arguments, result, site, started);
-        else if (entry->sends ? send_message(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0])
-                              : receive_message(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0]))
-            *work = finish(f, entry, result, site, started);
-        else may = 0;
+        else if (!(*work = send_or_receive(f, entry, tensors, arguments, result, site, started)) && !PyErr_Occurred()) may = 0;
         core_unlock(f->lock);
     }
     core_release_entry(entry);

@@ -89,6 +89,13 @@ typedef struct {
     int holds; /* of the table, and of calls: a destructor may make further calls, which empty the table */
 } Entry;
 
+/* A long message that is not done: its number, whether the receiver is clear for it, and the bytes that have moved. */
+typedef struct {
+    uint32_t ident;
+    int cleared;
+    uint64_t moved;
+} BegunMessage;
+
 /* A wait for late ranks inside the call, for a moment. The time for which other threads get the core counts up to STALL_NS. */
 typedef struct {
     int64_t until, last; /* until: 0: not begun */
@@ -204,6 +211,12 @@ WorkState *core_new_work(const FastPath *f, PyObject *op, PyObject *result, PyOb
 
 /* Break the comm because of the current exception: a run has begun that nobody goes on with. */
 void core_break_comm(FastPath *f);
+
+/* ---- _messages.c -------------------------------------------------------------------------------------------------- */
+
+/* Send or receive a message: DONE; STUCK: it is not for this path; MOVED: it has begun as `begun`, and Python adopts it. */
+int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
+int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
 
 /* ---- _scopes.c ---------------------------------------------------------------------------------------------------- */
 

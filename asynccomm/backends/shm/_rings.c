@@ -7,20 +7,9 @@
 
 #include <stdlib.h>
 
-typedef struct {
-    LinkState *link;
-    Ring *ring;
-    int peer, sending;
-    uint32_t ident;
-    char *address;
-    uint64_t left;
-    int64_t moved;
-} Transfer;
-
 static void advance(Transfer *t, uint64_t nbytes) { t->address += nbytes, t->left -= nbytes, t->moved += (int64_t)nbytes; }
 
-/* Write a frame, if the ring has room. */
-static int write_frame(Segment *s, Transfer *t, uint64_t most)
+int core_write_frame(Segment *s, Transfer *t, uint64_t most)
 {
     uint64_t end, run = (uint64_t)s->ring - t->link->head % (uint64_t)s->ring - FRAME_HEADER; /* needs no padding */
     uint64_t nbytes = t->left < most ? t->left : most;
@@ -34,9 +23,7 @@ static int write_frame(Segment *s, Transfer *t, uint64_t most)
     return t->left ? MOVED : DONE;
 }
 
-/* Read the frames of a link that are there, as long as they belong to a transfer; DONE if a transfer is done or a frame
- * belongs to none. Frames that arrive meanwhile are for the next pass: a fast sender would keep this link the only one. */
-static int read_frames(Segment *s, Transfer *transfers, Py_ssize_t count, const Transfer *any)
+int core_read_frames(Segment *s, Transfer *transfers, Py_ssize_t count, const Transfer *any)
 {
     int result = STUCK;
     Frame frame;
@@ -77,7 +64,7 @@ static void transfer(Segment *s, Transfer *transfers, Py_ssize_t count, uint64_t
         for (Py_ssize_t n = 0; n < count; n++) {
             Py_ssize_t k = (first + n) % count;
             Transfer *t = &transfers[k];
-            int moved = t->sending ? write_frame(s, t, frame) : read_frames(s, transfers, count, t);
+            int moved = t->sending ? core_write_frame(s, t, frame) : core_read_frames(s, transfers, count, t);
             if (moved == DONE) result = DONE;
             else if (moved == MOVED && result == STUCK) result = MOVED;
             if (t->sending && moved == STUCK && without_room < 0) without_room = k;

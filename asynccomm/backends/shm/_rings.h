@@ -7,7 +7,7 @@
 #include <string.h>
 
 enum { LINE = 64, FRAME_HEADER = 32 };
-enum { PADDING = 1, SHORT = 2, DATA = 5 }; /* kinds of frames, as in rings.py and endpoint.py */
+enum { PADDING = 1, SHORT = 2, OFFER = 3, CLEAR = 4, DATA = 5 }; /* kinds of frames, as in rings.py and endpoint.py */
 
 /* The head counts the bytes written, the tail the bytes read. */
 typedef struct {
@@ -22,6 +22,25 @@ typedef struct {
     uint32_t nbytes, kind, tag, extra, ident, unused;
     uint64_t length;
 } Frame;
+
+/* A part of a long message that is in one piece of memory here. */
+typedef struct {
+    LinkState *link;
+    Ring *ring;
+    int peer, sending;
+    uint32_t ident;
+    char *address;
+    uint64_t left;
+    int64_t moved;
+} Transfer;
+
+/* Write a frame of at most `most` bytes of a transfer: STUCK: the ring has no room; DONE: it was the last. */
+int core_write_frame(Segment *s, Transfer *t, uint64_t most);
+
+/* Read the frames of the link of `any` that are there, as long as they belong to one of `transfers`; DONE if a transfer is
+ * done or a frame belongs to none. Frames that arrive meanwhile are for the next pass: a fast sender would keep this link the
+ * only one. */
+int core_read_frames(Segment *s, Transfer *transfers, Py_ssize_t count, const Transfer *any);
 
 static inline Ring *ring_of(const Segment *s, int source, int destination)
 {

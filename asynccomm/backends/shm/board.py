@@ -45,6 +45,7 @@ class RankPosition:
     """The position of a rank in the sequence of collectives, and its messages; ``_core`` has it in C."""
 
     __slots__ = (
+        "adopting",
         "code",
         "collective_wait",
         "dead",
@@ -73,6 +74,7 @@ class RankPosition:
         self.collective_wait: float = 0.0
         self.message_wait: float = 0.0
         self.dead: bool = False  #: nothing is submitted any more
+        self.adopting: bool = False  #: C has begun a message that no submission stands for yet
 
 
 @final

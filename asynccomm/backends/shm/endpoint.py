@@ -9,7 +9,8 @@ matched beside the ring's tail, and rejects a frame beyond the limit. The receiv
 A long message, or a short message beyond the limit, uses the rendezvous protocol: the sender announces it by an OFFER
 (RTS), the receiver answers CLEAR (CTS) when the message is matched, and the sender streams DATA frames as the ring has
 room, round-robin with its other messages to the same rank. Where C is in use, ``_rings.c`` writes and reads the DATA
-frames of memory in one piece (``MessagePart``), without the GIL.
+frames of memory in one piece (``MessagePart``), without the GIL. While no other message of the comm is pending,
+``_messages.c`` does the whole protocol in the calls, and hands over what is not done after a spin.
 
 First frames of messages leave in the order of the calls, which gives the order per pair of ranks and tag. Tags share
 the ring, and nothing else.
@@ -143,7 +144,6 @@ class Link:
         "_least",
         "_matched_at",
         "_native",
-        "_next_ident",
         "_offered",
         "_offers",
         "_ring",
@@ -195,7 +195,6 @@ class Link:
         self._offered: dict[int, Outgoing] = {}  # messages that wait for CLEAR, by ident
         self._streams: deque[Outgoing] = deque()  # cleared messages, round-robin
         self._clears: deque[int] = deque()  # idents to be cleared, with no CLEAR in the ring yet
-        self._next_ident = 0
         self._taken_at = (layout.ring_start(rank, peer) + LINE) // WORD + 1  # word: bytes that the peer matched
         self._offers = 0  # received offers that are not matched
         self._matched_at = (layout.ring_start(peer, rank) + LINE) // WORD + 1  # word that publishes ``state.matched``
@@ -217,6 +216,16 @@ class Link:
             return self.state.gone
         self._ring(self.peer)
         return True
+
+    def go_on(self, message: Outgoing, ident: int, cleared: bool, moved: int) -> None:
+        """Send the rest of a long message that C has begun."""
+        message.ident = ident
+        self._offered[ident] = message
+        if cleared:
+            self.clear_came(ident)
+            message.pieces.span()  # which ``skip`` asks for
+            message.pieces.skip(moved)
+            message.left -= moved
 
     def clear_came(self, ident: int) -> None:
         """Handle the peer's CLEAR for an offered message."""
@@ -286,12 +295,12 @@ class Link:
                 self.state.sent += size
                 self._tally.over(message.submission)
                 return True
-        ident = self._next_ident
+        ident = self.state.next_ident % _IDENTS
         if not self._writer.put(OFFER, message.tag, message.extra, ident, message.length):
             return False
         message.ident = ident
         self._offered[ident] = message
-        self._next_ident = (ident + 1) % _IDENTS
+        self.state.next_ident += 1
         return True
 
     def _in_core(self) -> bool:

@@ -46,6 +46,7 @@ from asynccomm.backends.spinning import SHORT_WAIT_SECONDS, waited
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
+from asynccomm.ops import Op
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive, so that the loop's other tasks do not starve
 CATCH_UP_SECONDS: Final = 0.02  # of CPU time at most, to finish earlier operations when another rank has failed
@@ -136,7 +137,7 @@ class Engine:
             self._to_worker()
         elif asyncio._get_running_loop() is self._loop:
             # a call that C has begun has seen that peers are late: this rank sleeps next, unless it spins
-            late = batch[-1].run is not None and self._position.collective_wait > SHORT_WAIT_SECONDS
+            late = batch[-1].run is not None and self._last_wait(batch[-1].op) > SHORT_WAIT_SECONDS
             self._drive(arm=late)
             if not (late or self._arming) and (self._queue or self._messages.pending):
                 self._arming = True
@@ -160,10 +161,12 @@ class Engine:
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if the last wait was short."""
-        position = self._position
-        last = position.message_wait if work.op.p2p else position.collective_wait
-        if not (self._large or self._waited) and self.patience and last <= SHORT_WAIT_SECONDS:
+        short = self._last_wait(work.op) <= SHORT_WAIT_SECONDS
+        if short and self.patience and not (self._large or self._waited):
             self._spin(work)
+
+    def _last_wait(self, op: Op) -> float:
+        return self._position.message_wait if op.p2p else self._position.collective_wait
 
     def before_block(self, work: Work[Any]) -> None:
         """Make ``work`` complete without the event loop, before a thread blocks for it."""

@@ -156,7 +156,7 @@ def recipe(
     if (result < 0 and call.result is not None) or call.finish is not None:
         return None
     if call.op.p2p:
-        return _message(calls.group, call, result)
+        return _message(calls.group, limits, call, result)
     if not has_program(call.op):
         return None
     kind = calls.fusion_kind(call.op)
@@ -214,12 +214,13 @@ def _collective(
     )
 
 
-def _message(group: CommInfo, call: Call, result: int) -> Recipe | None:
+def _message(group: CommInfo, limits: Limits, call: Call, result: int) -> Recipe | None:
     op: Any = call.op
-    if op.peer is None or op.peer == group.rank:
+    nbytes = op.numel * op.dtype.itemsize
+    if op.peer is None or op.peer == group.rank or nbytes > limits.inline_bytes:
         return None
     message = op.peer, op.tag, op.is_send
-    return Recipe(None, (CODES[op.dtype], op.numel), (), (), op, result, None, message, op.numel * op.dtype.itemsize)
+    return Recipe(None, (CODES[op.dtype], op.numel), (), (), op, result, None, message, nbytes)
 
 
 def _places(operand: Operand | int, tensors: Sequence[Tensor]) -> list[Place] | None:

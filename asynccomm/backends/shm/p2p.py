@@ -114,6 +114,9 @@ class Messages:
         self._tally.pending += 1
         op = submission.op
         assert isinstance(op, PeerOp)
+        if submission.run is not None:
+            self._adopt(submission, op, *submission.run)
+            return
         if not op.is_send:
             if submission.claim is not None and submission.claim.winner is not None:
                 self._tally.over(submission)
@@ -132,6 +135,24 @@ class Messages:
         if not link.send(message):
             self._writing.add(link)
 
+    def _adopt(self, submission: Submission, op: PeerOp, ident: int, cleared: bool, moved: int) -> None:
+        """Go on with a long message that C has begun (``_messages.c``).
+
+        Args:
+            cleared: whether the receiver is clear for it.
+            moved: bytes that have been written or read.
+        """
+        assert op.peer is not None
+        link = self._links[op.peer]
+        if op.is_send:
+            link.go_on(outgoing(submission), ident, cleared, moved)
+            self._writing.add(link)
+        else:
+            arrival = TensorArrival(submission)
+            arrival.skip(moved)
+            link.incoming[ident] = arrival
+        self._state.adopting = False
+
     def withdraw(self, receive: Submission) -> None:
         """Have the next ``progress`` finish a receive: another backend has taken its claim. From any thread."""
         self._withdrawn.append(receive)
@@ -142,6 +163,8 @@ class Messages:
         Args:
             pace: of transfers in C; nothing else waits.
         """
+        if self._state.adopting:  # frames may be those of the message
+            return False
         moved = self._segment is not None and self._transfer(self._segment, pace)
         while self._withdrawn:
             receive = self._withdrawn.popleft()
@@ -200,6 +223,8 @@ class Messages:
         A rank that has left writes nothing more. The next call returns later submissions that need ``peer``. Receives
         from any source are returned once all other ranks have left.
         """
+        if self._state.adopting:
+            return []
         link = self._links[peer]
         if not link.state.gone:
             self._fence.order()  # the peer published its last frames before its state LEFT

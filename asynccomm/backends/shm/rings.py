@@ -55,7 +55,7 @@ class LinkState:
     The memory is new, so all counters begin at 0.
     """
 
-    __slots__ = ("came", "gone", "head", "matched", "sent", "tail", "taken", "told", "waiting")
+    __slots__ = ("came", "gone", "head", "matched", "next_ident", "sent", "tail", "taken", "told", "waiting")
 
     def __init__(self) -> None:
         self.head: int = 0  #: bytes written so far
@@ -65,6 +65,7 @@ class LinkState:
         self.told: int = 0  #: ``tail`` when the peer was last rung because of room
         self.came: int = 0  #: bytes of short frames received so far
         self.matched: int = 0  #: bytes of received short frames that were matched
+        self.next_ident: int = 0  #: of the next offer, which takes it modulo 2**32
         self.waiting: Any = None  #: the messages without their first frame in the ring
         self.gone: bool = False  #: whether the peer has left and writes nothing more
 

@@ -1,0 +1,125 @@
+/* Messages from call to result, as endpoint.py has them: a short one in one frame, a long one by OFFER, CLEAR and DATA.
+ *
+ * They take this path while no other message of the comm is pending. Every wait is a spin; when it is over, Python adopts a
+ * long message as it is, and a short one has not begun.
+ */
+#include "_fast_path.h"
+#include "_rings.h"
+
+enum { LEAST_FRAME = 64 << 10, MOST_FRAME = 256 << 10, FRAMES = 8 }; /* bytes of a DATA frame, and how many make a message */
+
+/* ---- short ones --------------------------------------------------------------------------------------------------- */
+
+static int send_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const char *data, uint64_t nbytes)
+{
+    uint64_t end, size = framed(nbytes);
+    if (link->sent + size - atomic_load_explicit(&ring->matched, memory_order_acquire) > (uint64_t)f->segment->ring) return STUCK;
+    Frame *frame = reserve_frame(f->segment, link, ring, nbytes, &end);
+    if (!frame) return STUCK;
+    *frame = (Frame){(uint32_t)nbytes, SHORT, entry->tag, (uint32_t)entry->code, 0, 0, entry->numel};
+    memcpy(frame + 1, data, nbytes);
+    link->sent += size;
+    publish_frame(f->segment, link, ring, entry->peer, end);
+    return DONE;
+}
+
+static int receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame,
+                         const char *payload, char *data, uint64_t nbytes)
+{
+    if (frame->nbytes != nbytes || link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring) return STUCK;
+    memcpy(data, payload, nbytes);
+    link->came += framed(nbytes), link->matched += framed(nbytes);
+    atomic_store_explicit(&ring->matched, link->matched, memory_order_release);
+    free_frame(f->segment, link, ring, entry->peer, nbytes);
+    return DONE;
+}
+
+/* ---- long ones ---------------------------------------------------------------------------------------------------- */
+
+/* Write or read the DATA of a message; MOVED if it is not done. */
+static int stream(const FastPath *f, Transfer *t)
+{
+    Spin spin = {0, 0, 0};
+    uint64_t frame = t->left / FRAMES, most = (uint64_t)f->segment->ring / 4 & ~(uint64_t)(LINE - 1);
+    int64_t until = nanoseconds() + STALL_NS + (int64_t)t->left;
+    if (frame < LEAST_FRAME) frame = LEAST_FRAME;
+    if (frame > MOST_FRAME) frame = MOST_FRAME;
+    frame = (framed(frame) > most ? most : framed(frame)) - FRAME_HEADER;
+    for (;;) {
+        int result = t->sending ? core_write_frame(f->segment, t, frame) : core_read_frames(f->segment, t, 1, t);
+        if (!t->left) return DONE;
+        if (result == DONE) return MOVED; /* a frame of something else */
+        if (result == MOVED) {
+            if (nanoseconds() > until) return MOVED;
+            spin = (Spin){0, 0, 0};
+        } else if (!core_goes_on(f, 0.0, &spin)) {
+            return MOVED;
+        }
+    }
+}
+
+/* The next frame from a peer, after a spin; NULL if none has come, or it is corrupt. */
+static const char *awaited(const FastPath *f, LinkState *link, Ring *ring, Frame *frame)
+{
+    Spin spin = {0, 0, 0};
+    while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
+        if (!core_goes_on(f, f->state->message_wait, &spin)) return NULL;
+    return next_frame(f->segment, link, ring, frame);
+}
+
+static int send_long(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, char *data, uint64_t nbytes, BegunMessage *begun)
+{
+    uint64_t end;
+    Frame frame, *offer = reserve_frame(f->segment, link, ring, 0, &end);
+    Ring *back = ring_of(f->segment, entry->peer, f->segment->rank);
+    if (!offer) return STUCK;
+    *begun = (BegunMessage){(uint32_t)link->next_ident++, 0, 0};
+    *offer = (Frame){0, OFFER, entry->tag, (uint32_t)entry->code, begun->ident, 0, entry->numel};
+    publish_frame(f->segment, link, ring, entry->peer, end);
+    if (!awaited(f, link, back, &frame) || frame.kind != CLEAR || frame.ident != begun->ident) return MOVED;
+    free_frame(f->segment, link, back, entry->peer, frame.nbytes);
+    Transfer t = {link, ring, entry->peer, 1, begun->ident, data, nbytes, 0};
+    int result = stream(f, &t);
+    begun->cleared = 1, begun->moved = (uint64_t)t.moved;
+    return result;
+}
+
+static int receive_long(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *offer, char *data,
+                        uint64_t nbytes, BegunMessage *begun)
+{
+    uint64_t end;
+    Ring *back = ring_of(f->segment, f->segment->rank, entry->peer);
+    Frame *clear = offer->nbytes ? NULL : reserve_frame(f->segment, link, back, 0, &end);
+    if (!clear) return STUCK;
+    free_frame(f->segment, link, ring, entry->peer, 0);
+    *clear = (Frame){0, CLEAR, 0, 0, offer->ident, 0, 0};
+    publish_frame(f->segment, link, back, entry->peer, end);
+    Transfer t = {link, ring, entry->peer, 0, offer->ident, data, nbytes, 0};
+    int result = stream(f, &t);
+    *begun = (BegunMessage){offer->ident, 1, (uint64_t)t.moved};
+    return result;
+}
+
+/* ---- both --------------------------------------------------------------------------------------------------------- */
+
+int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
+{
+    LinkState *link = f->segment->links[entry->peer];
+    Ring *ring = ring_of(f->segment, f->segment->rank, entry->peer);
+    if (link->gone || PyObject_Size(link->waiting)) return STUCK;
+    if ((int64_t)nbytes <= f->short_bytes) return send_short(f, entry, link, ring, data, nbytes);
+    return f->state->messages ? STUCK : send_long(f, entry, link, ring, data, nbytes, begun);
+}
+
+int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
+{
+    LinkState *link = f->segment->links[entry->peer];
+    Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
+    Frame frame;
+    if (f->state->messages || f->state->kept || link->gone) return STUCK;
+    const char *payload = awaited(f, link, ring, &frame);
+    if (!payload || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel)
+        return STUCK; /* a corrupt frame, too: the ordinary path has the error */
+    if (frame.kind == SHORT) return receive_short(f, entry, link, ring, &frame, payload, data, nbytes);
+    return frame.kind == OFFER && nbytes ? receive_long(f, entry, link, ring, &frame, data, nbytes, begun) : STUCK;
+}

@@ -1,0 +1,267 @@
+"""Long messages in C: right results, and messages that Python adopts at any stage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import struct
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asynccomm import BrokenError, CollectiveMismatchError, Comm, PeerLostError, new_comm
+from asynccomm.backends.shm.backend import ShmBackend
+from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, Link
+from asynccomm.comm.direct_calls import SubmitterCalls
+from asynccomm.core.native import CoreUnavailable, load_core
+from asynccomm.ops.dtypes import CODES
+from tests.sampling import some
+
+from .paths import counted
+
+pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
+
+LONG = 300_001  # bytes, more than are sent eagerly
+
+
+def values(seed: int, nbytes: int = LONG) -> Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def link_of(comm: Comm, peer: int) -> Link:
+    backend = comm.unsafe_get_backend()
+    assert isinstance(backend, ShmBackend)
+    return backend._engine._messages._links[peer]
+
+
+async def frame_from(comm: Comm, peer: int) -> tuple[int, int, int, int, bytes]:
+    """Kind, tag, ident, length and payload of the next frame, in the place of the engine."""
+    link: Any = link_of(comm, peer)
+    reader = link.reader
+    async with asyncio.timeout(30):
+        while link._words[reader.head_at] == reader.state.tail:
+            await asyncio.sleep(0)
+    reader.open()
+    nbytes, kind, tag, _, ident, length = reader.take()
+    payload = bytes(reader._raw[reader.payload : reader.payload + nbytes])
+    reader.free()
+    reader.publish()
+    link._ring(peer)
+    return kind, tag, ident, length, payload
+
+
+@pytest.mark.ranks(2)
+async def test_they_are_right_and_in_order() -> None:
+    async with counted() as (comm, paths):
+        me, other = comm.rank, 1 - comm.rank
+        sizes = [LONG, (256 << 10) + 1, 1 << 20, 5, 4 << 20, (4 << 20) + 1]  # the last takes the ordinary path
+        for round in range(12):
+            for nbytes in sizes:
+                mine, theirs = (values(100 * round + rank, nbytes) for rank in (me, other))
+                got = torch.empty(nbytes, dtype=torch.uint8)
+                if me:
+                    assert await comm.send(mine, other, tag=nbytes) is mine
+                work = comm.recv(got, other, tag=nbytes)
+                assert await work is got
+                if not me:
+                    await comm.send(mine, other, tag=nbytes)
+                assert work.source == other
+                assert str(work.op) == f"recv(uint8[{nbytes}], src={other}, tag={nbytes})"
+                assert torch.equal(got, theirs)
+        assert comm.statistics()[:2] == (2 * 12 * len(sizes), 0)
+        assert paths.ordinary < 12 * len(sizes), "most are fast, if not those of the longest kind"
+
+
+@pytest.mark.ranks(3)
+async def test_all_send_at_once() -> None:
+    """No rank receives before it has sent: each finds an offer where it looks out for an answer."""
+    async with counted() as (comm, _):
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for round in range(20):
+            sends = [comm.send(values(10 * round + comm.rank), following) for _ in range(2)]
+            got = [torch.empty(LONG, dtype=torch.uint8) for _ in range(2)]
+            await asyncio.gather(*(comm.recv(tensor, previous) for tensor in got), *sends)
+            assert all(torch.equal(tensor, values(10 * round + previous)) for tensor in got)
+        assert comm.statistics().in_flight == 0
+
+
+@pytest.mark.ranks(2)
+async def test_a_receiver_that_comes_late(comm: Comm) -> None:
+    async with counted(hints={"spin_us": "0"}) as (own, paths):
+        for round in range(5):
+            if own.rank == 0:
+                work = own.send(values(round), 1, tag=round % 2)
+                assert not work.done()
+                await comm.barrier()
+                await work
+            else:
+                await comm.barrier()
+                got = torch.empty(LONG, dtype=torch.uint8)
+                await own.recv(got, 0, tag=round % 2)
+                assert torch.equal(got, values(round))
+        assert own.rank or paths.adopted == 5
+
+
+@pytest.mark.ranks(2)
+async def test_the_answer_is_behind_another_message() -> None:
+    async with counted() as (comm, _):
+        for round in range(20):
+            got = torch.empty(LONG, dtype=torch.uint8)
+            if comm.rank == 0:
+                work = comm.send(values(round), 1)
+                await comm.recv(torch.empty(3), 1, tag=5)
+                await work
+            else:
+                await comm.send(torch.ones(3), 0, tag=5)
+                await comm.recv(got, 0)
+                assert torch.equal(got, values(round))
+
+
+@pytest.mark.ranks([2, 3])
+@pytest.mark.parametrize("in_python", some([1, 0], 1))
+async def test_a_peer_that_is_slow_in_the_middle(in_python: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank ``in_python`` moves frames of 1 KiB in Python, so that C often waits in vain for room or for frames."""
+    if int(os.environ["RANK"]) == in_python:
+        monkeypatch.setenv("ASYNCCOMM_EXECUTOR", "reference")
+    async with counted(hints={"message_bytes": "4096", "spin_us": "20"}) as (comm, _):
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for round in range(20):
+            got = torch.empty(LONG, dtype=torch.uint8)
+            if comm.rank % 2:
+                await comm.send(values(10 * round + comm.rank), following)
+            await comm.recv(got, previous)
+            if comm.rank % 2 == 0:
+                await comm.send(values(10 * round + comm.rank), following)
+            assert torch.equal(got, values(10 * round + previous))
+
+
+@pytest.mark.ranks(2)
+async def test_python_sends_the_rest_of_what_c_has_begun(comm: Comm) -> None:
+    async with counted(hints={"message_bytes": "4096"}) as (own, paths):
+        if own.rank == 0:
+            await comm.barrier()  # the answer comes first
+            await own.send(values(0), 1)
+            assert paths.adopted == 1
+        else:
+            link: Any = link_of(own, 0)
+            link._writer.put(CLEAR, ident=0)
+            await comm.barrier()
+            kind, _, _, length, _ = await frame_from(own, 0)
+            assert (kind, length) == (OFFER, LONG)
+            got = b""
+            while len(got) < LONG:
+                kind, _, ident, _, payload = await frame_from(own, 0)
+                assert (kind, ident) == (DATA, 0)
+                got += payload
+            assert got == values(0).numpy().tobytes()
+        await comm.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_python_receives_the_rest_of_what_c_has_begun(comm: Comm) -> None:
+    async with counted() as (own, paths):
+        if own.rank == 0:
+            await comm.barrier()
+            got = torch.empty(LONG, dtype=torch.uint8)
+            work = own.recv(got, 1)
+            assert (work.done(), paths.adopted) == (False, 1)
+            assert torch.equal(got[:1000], values(0)[:1000])
+            await comm.barrier()
+            await work
+            assert torch.equal(got, values(0))
+        else:
+            link: Any = link_of(own, 0)
+            data = values(0)
+            link._writer.put(OFFER, 0, CODES[torch.uint8], 7, LONG)
+            link._writer.put(DATA, ident=7, source=data.data_ptr(), nbytes=1000)
+            await comm.barrier()
+            await comm.barrier()
+            assert (await frame_from(own, 0))[0] == CLEAR
+            for start in range(1000, LONG, 1000):
+                link._writer.put(DATA, ident=7, source=data[start:].data_ptr(), nbytes=min(1000, LONG - start))
+            link._ring(0)
+        await comm.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_frames_that_come_before_python_knows_of_the_message(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever drives the engine meanwhile leaves them where they are."""
+    adopt = SubmitterCalls.adopt
+    early: list[int] = []
+
+    def late(calls: SubmitterCalls, *arguments: Any) -> Any:
+        link: Any = link_of(own, 1)
+        while link._words[link.reader.head_at] == link.state.tail:  # until the other rank is clear
+            time.sleep(0.001)
+        backend: Any = own.unsafe_get_backend()
+        backend._engine._drive()
+        early.append(link._words[link.reader.head_at] - link.state.tail)
+        return adopt(calls, *arguments)
+
+    monkeypatch.setattr(SubmitterCalls, "adopt", late if comm.rank == 0 else adopt)
+    async with new_comm("shm", name="patched", timeout=30, hints={"spin_us": "0"}) as own:
+        for round in range(2):
+            if own.rank == 0:
+                await own.send(values(round), 1)
+            else:
+                got = torch.empty(LONG, dtype=torch.uint8)
+                await own.recv(got, 0)
+                assert torch.equal(got, values(round))
+    assert set(early) == ({64} if comm.rank == 0 else set())
+
+
+@pytest.mark.ranks(2)
+async def test_those_that_do_not_fit_are_an_error() -> None:
+    for received in (torch.empty(LONG + 1, dtype=torch.uint8), torch.empty(LONG, dtype=torch.int8)):
+        async with new_comm("shm", name=f"unfit {received.dtype}", timeout=30) as comm:
+            for numel in (3, LONG):  # the first shows the kind of call
+                await comm.barrier()
+                if comm.rank == 0:
+                    with contextlib.suppress(CollectiveMismatchError, PeerLostError):
+                        await comm.send(values(0, numel), 1)
+                elif numel == 3:
+                    await comm.recv(torch.empty(3, dtype=torch.uint8), 0)
+                else:
+                    with pytest.raises(CollectiveMismatchError, match=rf"send\(uint8\[{LONG}\]"):
+                        await comm.recv(received, 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("part", some(range(4), 1))
+async def test_a_peer_that_writes_nonsense_is_named(part: int) -> None:
+    """Frames behind an honest offer, or in the place of an answer, as no honest rank writes them."""
+    choose = random.Random(part)
+    numbers = [0, 1, 63, 64, 8, 100, LONG, 2**16, 2**20 - 64, 2**31, 2**32 - 1]
+    for case in range(12):
+        kind = DATA if case % 2 else CLEAR
+        honest = (200 if kind == DATA else 0, kind, 0, 0, 1)
+        fields = [choose.choice(numbers) if choose.random() < 0.4 else number for number in honest]
+        step = choose.choice([256 if kind == DATA else 64, 64, 0, 8, 2**20, 2**40])
+        async with new_comm("shm", name=f"nonsense {part} {case}", timeout=30) as comm:
+            other = 1 - comm.rank
+            got = torch.zeros(LONG, dtype=torch.uint8)
+            if comm.rank == 0:  # the kinds of calls are known from now on
+                await comm.send(got, other)
+                await comm.recv(got, other)
+            else:
+                await comm.recv(got, other)
+                await comm.send(got, other)
+            await comm.barrier()
+            comm.set_timeout(0.1)
+            with contextlib.suppress(BrokenError):
+                if comm.rank == 0:
+                    await (comm.recv(got, 1) if kind == DATA else comm.send(got, 1))
+                    continue
+                writer: Any = link_of(comm, 0)._writer
+                if kind == DATA:
+                    writer.put(OFFER, 0, CODES[torch.uint8], 1, LONG)
+                at = writer._state.head
+                struct.pack_into("=IIIIIxxxxQ", writer._raw, writer._start + at, *fields, 0)
+                writer._words[writer._head_at] = (at + step) % 2**64
+                comm._session.backend._engine._bells.ring(0)  # type: ignore[union-attr]
+                await comm.recv(got, 0)
