@@ -10,7 +10,7 @@ A long message, or a short message beyond the limit, uses the rendezvous protoco
 (RTS), the receiver answers CLEAR (CTS) when the message is matched, and the sender streams DATA frames as the ring has
 room, round-robin with its other messages to the same rank. Where C is in use, ``_rings.c`` writes and reads the DATA
 frames of memory in one piece (``MessagePart``), without the GIL. While no other message of the comm is pending,
-``_messages.c`` does the whole protocol in the calls, and hands over what is not done after a spin.
+``_messages.c`` runs the whole protocol in the calls, and hands a message over that is not done after a spin.
 
 First frames of messages leave in the order of the calls, which gives the order per pair of ranks and tag. Tags share
 the ring, and nothing else.
