@@ -776,6 +776,7 @@ static PyMemberDef state_members[] = {
     {"collective_wait", T_DOUBLE, offsetof(RankPosition, collective_wait), 0, NULL},
     {"message_wait", T_DOUBLE, offsetof(RankPosition, message_wait), 0, NULL}, {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL},
     {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {"adopting", T_BOOL, offsetof(RankPosition, adopting), 0, NULL},
+    {"receives_ahead", T_BOOL, offsetof(RankPosition, receives_ahead), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 static PyType_Slot state_slots[] = {
     {Py_tp_dealloc, (void *)RankPosition_dealloc}, {Py_tp_traverse, (void *)RankPosition_traverse}, {Py_tp_clear, (void *)RankPosition_clear},

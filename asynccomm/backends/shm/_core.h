@@ -102,7 +102,7 @@ typedef struct RankPosition {
     uint64_t messages, kept;
     double collective_wait, message_wait; /* seconds */
     PyObject *op;
-    char dead, adopting;
+    char dead, adopting, receives_ahead;
 } RankPosition;
 
 /* The counters of the two rings between this rank and a peer: rings.LinkState */

@@ -400,7 +400,8 @@ int core_goes_on(const FastPath *f, double waited, Spin *spin)
     for (int k = 0; k < 4; k++) RELAX();
     if (++spin->waits > f->segment->spins) {
         sched_yield(); /* the late rank may need this core */
-        spin->until += nanoseconds() - now;
+        int64_t took = nanoseconds() - now;
+        if (took > SWITCH_NS) spin->until += took;
     }
     return 1;
 }
@@ -480,7 +481,7 @@ PyObject *core_site_of(FastPath *f)
 
 int core_is_open(FastPath *f)
 {
-    if (f->state->dead || f->counts->closed || f->counts->detours) return 0;
+    if (f->state->dead || f->state->adopting || f->counts->closed || f->counts->detours) return 0;
     int other, in_loop = core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
     if (in_loop < 0) return -1;
     f->in_loop = in_loop;
@@ -624,16 +625,19 @@ int core_start(FastPath *f, Entry *entry, char *const *data, long long number)
     return run_on(f, entry->run);
 }
 
-/* Have Python go on with a call that has begun as `run`: its Work, or NULL with an exception. */
-static PyObject *adopted(FastPath *f, PyObject *run, const Arguments *arguments, PyObject *result, PyObject *site, double started)
+/* Have Python go on with a call that has begun as `run`, or else as `message`: its Work, or NULL with an exception. */
+static PyObject *adopted(FastPath *f, Run *run, const BegunMessage *message, const Arguments *arguments, PyObject *result,
+                         PyObject *site, double started)
 {
     int gc = PyGC_Disable(); /* a finalizer may make a call, which comes after this one */
-    PyObject *call = run ? core_tuple_of(arguments->items, arguments->count) : NULL, *work = NULL;
-    if (call) work = PyObject_CallFunction(f->adopt, "OOOOd", run, call, result, site, started);
+    PyObject *begun = run ? (PyObject *)run : Py_BuildValue("(IOK)", message->ident, message->cleared ? Py_True : Py_False,
+                                                            (unsigned long long)message->moved);
+    PyObject *call = begun ? core_tuple_of(arguments->items, arguments->count) : NULL, *work = NULL;
+    if (call) work = PyObject_CallFunction(f->adopt, "OOOOd", begun, call, result, site, started);
     if (gc) PyGC_Enable();
     if (!work) core_break_comm(f);
     Py_XDECREF(call);
-    Py_XDECREF(run);
+    Py_XDECREF(begun);
     return work;
 }
 
@@ -642,9 +646,9 @@ static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const A
                       PyObject *site, double started)
 {
     if (core_start(f, entry, tensors->data, f->counts->collectives) == DONE) return finish(f, entry, result, site, started);
-    PyObject *run = (PyObject *)entry->run;
+    Run *run = entry->run;
     entry->run = NULL; /* which goes on without this entry */
-    return adopted(f, run, arguments, result, site, started);
+    return adopted(f, run, NULL, arguments, result, site, started);
 }
 
 /* The same for a message; NULL without an exception: it is not for this path. */
@@ -656,8 +660,7 @@ static PyObject *send_or_receive(FastPath *f, const Entry *entry, const Tensors 
     if (moved == STUCK) return NULL;
     if (moved == DONE) return finish(f, entry, result, site, started);
     f->state->adopting = 1; /* no thread looks at frames until Python knows of the message */
-    PyObject *run = Py_BuildValue("(IOK)", begun.ident, begun.cleared ? Py_True : Py_False, (unsigned long long)begun.moved);
-    return adopted(f, run, arguments, result, site, started);
+    return adopted(f, NULL, &begun, arguments, result, site, started);
 }
 
 /* Submit a call of which all Python code has run: 1: `work` is its Work, or NULL with an exception; 0: it is not for this

@@ -11,6 +11,7 @@
 #define MOST_WORDS 1024
 #define MOST_CONSTANTS 24
 #define STALL_NS 1000000 /* the longest wait inside a call, and the longest part of an exchange that others make longer */
+#define SWITCH_NS 1000  /* an offered core that comes back sooner has run no other thread */
 #define ENTRIES 1024    /* a power of two */
 #define CODES 16        /* places of a table */
 #define SEEN 256        /* the same */

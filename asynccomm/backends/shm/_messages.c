@@ -36,12 +36,12 @@ static int receive_short(const FastPath *f, const Entry *entry, LinkState *link,
 
 /* ---- long ones ---------------------------------------------------------------------------------------------------- */
 
-/* Write or read the DATA of a message; MOVED if it is not done. */
+/* Write or read the DATA of a message, with the GIL; MOVED if it is not done. */
 static int stream(const FastPath *f, Transfer *t)
 {
     Spin spin = {0, 0, 0};
     uint64_t frame = t->left / FRAMES, most = (uint64_t)f->segment->ring / 4 & ~(uint64_t)(LINE - 1);
-    int64_t until = nanoseconds() + STALL_NS + (int64_t)t->left;
+    int64_t until = nanoseconds() + STALL_NS;
     if (frame < LEAST_FRAME) frame = LEAST_FRAME;
     if (frame > MOST_FRAME) frame = MOST_FRAME;
     frame = (framed(frame) > most ? most : framed(frame)) - FRAME_HEADER;
@@ -58,12 +58,12 @@ static int stream(const FastPath *f, Transfer *t)
     }
 }
 
-/* The next frame from a peer, after a spin; NULL if none has come, or it is corrupt. */
-static const char *awaited(const FastPath *f, LinkState *link, Ring *ring, Frame *frame)
+/* The next frame from a peer, after a spin if `waits`; NULL if none has come, or it is corrupt. */
+static const char *awaited(const FastPath *f, LinkState *link, Ring *ring, int waits, Frame *frame)
 {
     Spin spin = {0, 0, 0};
     while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
-        if (!core_goes_on(f, f->state->message_wait, &spin)) return NULL;
+        if (!waits || !core_goes_on(f, f->state->message_wait, &spin)) return NULL;
     return next_frame(f->segment, link, ring, frame);
 }
 
@@ -76,7 +76,7 @@ static int send_long(const FastPath *f, const Entry *entry, LinkState *link, Rin
     *begun = (BegunMessage){(uint32_t)link->next_ident++, 0, 0};
     *offer = (Frame){0, OFFER, entry->tag, (uint32_t)entry->code, begun->ident, 0, entry->numel};
     publish_frame(f->segment, link, ring, entry->peer, end);
-    if (!awaited(f, link, back, &frame) || frame.kind != CLEAR || frame.ident != begun->ident) return MOVED;
+    if (!awaited(f, link, back, 1, &frame) || frame.kind != CLEAR || frame.ident != begun->ident) return MOVED;
     free_frame(f->segment, link, back, entry->peer, frame.nbytes);
     Transfer t = {link, ring, entry->peer, 1, begun->ident, data, nbytes, 0};
     int result = stream(f, &t);
@@ -117,7 +117,8 @@ int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint
     Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
     Frame frame;
     if (f->state->messages || f->state->kept || link->gone) return STUCK;
-    const char *payload = awaited(f, link, ring, &frame);
+    const char *payload = awaited(f, link, ring, !f->state->receives_ahead, &frame);
+    if (!payload) f->state->receives_ahead = 1; /* until the program awaits a receive before it sends another message */
     if (!payload || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel)
         return STUCK; /* a corrupt frame, too: the ordinary path has the error */
     if (frame.kind == SHORT) return receive_short(f, entry, link, ring, &frame, payload, data, nbytes);

@@ -29,7 +29,7 @@ int core_read_frames(Segment *s, Transfer *transfers, Py_ssize_t count, const Tr
     Frame frame;
     const char *payload;
     uint64_t head = atomic_load_explicit(&any->ring->head, memory_order_relaxed);
-    while (any->link->tail != head && (payload = next_frame(s, any->link, any->ring, &frame))) {
+    while ((int64_t)(head - any->link->tail) > 0 && (payload = next_frame(s, any->link, any->ring, &frame))) {
         Transfer *t = transfers;
         while (t < transfers + count && (t->sending || t->link != any->link || t->ident != frame.ident)) t++;
         if (t == transfers + count || frame.kind != DATA || !frame.nbytes || frame.nbytes > t->left) return DONE;

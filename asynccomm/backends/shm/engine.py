@@ -44,6 +44,7 @@ from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
 from asynccomm.backends.spinning import SHORT_WAIT_SECONDS, waited
 from asynccomm.core.native import CoreUnavailable, load_core
+from asynccomm.core.state import CallCounts
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
 from asynccomm.ops import Op
@@ -119,6 +120,7 @@ class Engine:
         self._waited: set[Work[Any]] = set()  # operations that must complete without the event loop
         self._with_worker = False
         self._dozing = False  # the progress thread may sleep until it is rung
+        self._counts: CallCounts | None = None  # of the fast path's calls
         self._arming = False  # a call of ``_arm`` is scheduled on the loop
 
     # -- from the comm ------------------------------------------------------------------------------------------------
@@ -155,12 +157,15 @@ class Engine:
 
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         """See ``Backend.fast_path``."""
+        self._counts = calls.counts
         limits = Limits(self.inline_bytes, self._whole_bytes, self.patience)
         queues = self._queue, self._inbox
         return fast_path(self._executor, calls, limits, self._lock.locked, self.failed, *queues)
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if the last wait was short."""
+        if work.op.p2p and self._counts is not None and work.seq + 1 == self._counts.messages:
+            self._position.receives_ahead = False
         short = self._last_wait(work.op) <= SHORT_WAIT_SECONDS
         if short and self.patience and not (self._large or self._waited):
             self._spin(work)

@@ -163,6 +163,7 @@ class Messages:
         Args:
             pace: of transfers in C; nothing else waits.
         """
+        self.transferring = False
         if self._state.adopting:  # frames may be those of the message
             return False
         moved = self._segment is not None and self._transfer(self._segment, pace)
@@ -187,7 +188,6 @@ class Messages:
 
     def _transfer(self, segment: _core.Segment, pace: Pace) -> bool:
         """Write and read frames of long messages in C; returns whether anything was written or read."""
-        self.transferring = False
         if not self._tally.pending:
             return False
         parts = [

@@ -216,6 +216,57 @@ async def test_frames_that_come_before_python_knows_of_the_message(comm: Comm, m
 
 
 @pytest.mark.ranks(2)
+async def test_a_call_while_python_does_not_know_of_the_message_yet(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a finalizer or a handler of signals may make one."""
+    adopt = SubmitterCalls.adopt
+    nested: list[Any] = []
+
+    def interrupted(calls: SubmitterCalls, *arguments: Any) -> Any:
+        if not nested:
+            nested.append(None)
+            nested[0] = own.send(values(1), 1)
+        return adopt(calls, *arguments)
+
+    monkeypatch.setattr(SubmitterCalls, "adopt", interrupted if comm.rank == 0 else adopt)
+    async with new_comm("shm", name="own", timeout=30, hints={"spin_us": "0"}) as own:
+        if own.rank == 0:
+            await own.send(values(0), 1)
+            await nested[0]
+        else:
+            for round in range(2):
+                got = torch.empty(LONG, dtype=torch.uint8)
+                await own.recv(got, 0)
+                assert torch.equal(got, values(round))
+
+
+@pytest.mark.ranks(2)
+async def test_receives_are_waited_for_in_the_call_if_the_program_awaits_them_next(comm: Comm) -> None:
+    async with new_comm("shm", name="own", timeout=30) as own:
+        if own.rank == 1:
+            for _ in range(2):
+                await own.recv(torch.empty(1), 0)
+                await own.send(torch.ones(1), 0)
+            await comm.barrier()
+            await own.send(torch.ones(1), 0)
+            return
+        backend: Any = own.unsafe_get_backend()
+        position = backend._engine._position
+        for _ in range(2):
+            work = own.recv(torch.empty(1), 1)
+            assert position.receives_ahead
+            await own.send(torch.ones(1), 1)
+            await work
+        work = own.recv(torch.empty(1), 1)
+        waiting = asyncio.ensure_future(work)
+        await asyncio.sleep(0)  # the task awaits it
+        assert not position.receives_ahead
+        await comm.barrier()
+        await waiting
+
+
+@pytest.mark.ranks(2)
 async def test_those_that_do_not_fit_are_an_error() -> None:
     for received in (torch.empty(LONG + 1, dtype=torch.uint8), torch.empty(LONG, dtype=torch.int8)):
         async with new_comm("shm", name=f"unfit {received.dtype}", timeout=30) as comm:
