@@ -33,7 +33,7 @@ from asynccomm.ops.signature import Signature, signature
 from asynccomm.ops.validation import CommInfo
 
 CALL_SPIN_SECONDS: Final = (
-    1e-4  # for a late rank, inside the call: longer than another rank's call on the ordinary path
+    2e-4  # for a late rank, inside the call: longer than another rank's call on the ordinary path
 )
 _TORCHS: Final = (
     [getattr(torch.distributed.ReduceOp, op.type.name) for op in CONSTANTS] if torch.distributed.is_available() else []
