@@ -390,10 +390,9 @@ int core_goes_on(const FastPath *f, double waited, Spin *spin)
 {
     int64_t now;
     if (!spin->until) {
-        int64_t patience = f->in_loop ? f->patience : f->thread_patience;
-        if (!patience || waited > f->short_wait) return 0;
+        if (!f->patience || waited > f->short_wait) return 0;
         now = nanoseconds();
-        spin->until = now + patience, spin->last = now + STALL_NS;
+        spin->until = now + f->patience, spin->last = now + STALL_NS;
     } else if ((now = nanoseconds()) >= spin->until || now >= spin->last) {
         return 0;
     }
@@ -483,9 +482,7 @@ int core_is_open(FastPath *f)
 {
     if (f->state->dead || f->state->adopting || f->counts->closed || f->counts->detours) return 0;
     int other, in_loop = core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
-    if (in_loop < 0) return -1;
-    f->in_loop = in_loop;
-    return !other;
+    return in_loop < 0 ? -1 : !other;
 }
 
 int core_may_send(FastPath *f)
@@ -811,19 +808,19 @@ static int find_methods(FastPath *f)
 }
 
 /* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, passed_files, recent, notes, note,
- * profiler, lock, driven, queue, inbox, tensor, parameter, values, short_bytes, (patience, thread_patience, short_wait),
+ * profiler, lock, driven, queue, inbox, tensor, parameter, values, short_bytes, (patience, short_wait),
  * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     FastPath *f = (FastPath *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     long long short_bytes;
-    double patience, thread_patience;
+    double patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!OOOOOO!L(ddd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!OOOOOO!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &PySet_Type, &f->passed_files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
                                   &f->profiler, Lock_Type, &f->lock, &f->driven,
-                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &short_bytes, &patience, &thread_patience, &f->short_wait,
+                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &short_bytes, &patience, &f->short_wait,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
                                   &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
 #define HOLD(name) Py_XINCREF((PyObject *)f->name);
@@ -836,7 +833,7 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     if (parsed && find_methods(f)) parsed = 0;
     if (PyErr_Occurred()) parsed = 0;
     if (parsed && (f->table = table_of((PyObject *)f->tensor))) {
-        f->patience = (int64_t)(patience * 1e9), f->thread_patience = (int64_t)(thread_patience * 1e9);
+        f->patience = (int64_t)(patience * 1e9);
         f->constant_count = (int)PyTuple_Size(f->values);
         if (f->constant_count > MOST_CONSTANTS) f->constant_count = MOST_CONSTANTS;
         for (int k = 0; k < f->constant_count; k++) f->constants[k] = PyTuple_GetItem(f->values, k);

@@ -140,9 +140,8 @@ typedef struct {
     int64_t short_bytes;
     Entry *entries[ENTRIES];
     int known;
-    int64_t patience, thread_patience; /* nanoseconds; the latter on a thread that runs no loop, and so waits anyway */
+    int64_t patience;                  /* nanoseconds */
     double short_wait;                 /* seconds: after a longer wait, the next one is no spin */
-    int in_loop; /* of the current call */
 } FastPath;
 
 extern PyTypeObject *Core_FastPath;

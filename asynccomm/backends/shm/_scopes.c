@@ -431,7 +431,6 @@ static int send_calls(Flush *flush)
     if (may <= 0) return may;
     for (int k = 0; k < flush->count && may; k++) may = has_memory(f, flush->calls[k]) && !flush->calls[k]->work->done;
     for (int g = 0; g < flush->group_count && may; g++) may = flush->groups[g].entry->run != NULL; /* no call has taken it */
-    f->in_loop = 0; /* a scope is worth a longer wait than a call */
     if (may) {
         int gc = PyGC_Disable();
         start_groups(flush);

@@ -6,7 +6,6 @@ program's vectors lie in. Calls of equal arguments, up to the memory and the val
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,9 +31,6 @@ from asynccomm.ops.reduce_op import CONSTANTS
 from asynccomm.ops.signature import Signature, signature
 from asynccomm.ops.validation import CommInfo
 
-CALL_SPIN_SECONDS: Final = (
-    2e-4  # for a late rank, inside the call: longer than another rank's call on the ordinary path
-)
 _TORCHS: Final = (
     [getattr(torch.distributed.ReduceOp, op.type.name) for op in CONSTANTS] if torch.distributed.is_available() else []
 )
@@ -94,8 +90,6 @@ def fast_path(
     ):
         return None
     board = executor.board
-    # ranks that share cores wait for each other's time slices, and offer theirs meanwhile
-    crowded = board.size > (os.cpu_count() or 1)
     path = executor.core.FastPath(
         executor.segment,
         board.state,
@@ -121,8 +115,7 @@ def fast_path(
         Parameter,
         (None, True, False, *CONSTANTS, *_TORCHS),  # arguments of a recipe that are neither tensors nor integers
         largest_short(board.layout),
-        # a thread that runs no loop is about to wait in any case
-        (limits.patience if crowded else min(CALL_SPIN_SECONDS, limits.patience), limits.patience, SHORT_WAIT_SECONDS),
+        (limits.patience, SHORT_WAIT_SECONDS),
         (
             calls.queues,
             calls.in_flight.works,
