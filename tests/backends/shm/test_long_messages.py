@@ -74,7 +74,7 @@ async def test_they_are_right_and_in_order() -> None:
                 assert str(work.op) == f"recv(uint8[{nbytes}], src={other}, tag={nbytes})"
                 assert torch.equal(got, theirs)
         assert comm.statistics()[:2] == (2 * 12 * len(sizes), 0)
-        assert paths.ordinary < 12 * len(sizes), "most are fast, if not those of the longest kind"
+        assert paths.ordinary <= 12 * (len(sizes) + 1), "sends begin in C, if not those of the longest kind"
 
 
 @pytest.mark.ranks(3)
@@ -232,9 +232,12 @@ async def test_a_call_while_python_does_not_know_of_the_message_yet(
     monkeypatch.setattr(SubmitterCalls, "adopt", interrupted if comm.rank == 0 else adopt)
     async with new_comm("shm", name="own", timeout=30, hints={"spin_us": "0"}) as own:
         if own.rank == 0:
-            await own.send(values(0), 1)
+            work = own.send(values(0), 1)
+            await comm.barrier()
+            await work
             await nested[0]
         else:
+            await comm.barrier()
             for round in range(2):
                 got = torch.empty(LONG, dtype=torch.uint8)
                 await own.recv(got, 0)
