@@ -149,7 +149,7 @@ class Worker:
                 self._modules.load(path)
                 self._loaded.add(path)
                 gc.collect()
-                gc.freeze()
+                gc.freeze()  # as in the constructor: each test ends with a collection
         return "ready"
 
     def _run(self, job: RankTask) -> Passed | Skipped | Failed:

@@ -6,7 +6,7 @@
 #include "_fast_path.h"
 #include "_rings.h"
 
-enum { LEAST_FRAME = 64 << 10, MOST_FRAME = 256 << 10, FRAMES = 8 }; /* bytes of a DATA frame, and how many make a message */
+enum { LEAST_FRAME = 64 << 10, FRAMES = 8 }; /* bytes of a DATA frame, if the ring allows, and how many make a message */
 
 /* ---- short ones --------------------------------------------------------------------------------------------------- */
 
@@ -43,7 +43,6 @@ static int stream(const FastPath *f, Transfer *t)
     uint64_t frame = t->left / FRAMES, most = (uint64_t)f->segment->ring / 4 & ~(uint64_t)(LINE - 1);
     int64_t until = nanoseconds() + STALL_NS;
     if (frame < LEAST_FRAME) frame = LEAST_FRAME;
-    if (frame > MOST_FRAME) frame = MOST_FRAME;
     frame = (framed(frame) > most ? most : framed(frame)) - FRAME_HEADER;
     for (;;) {
         int result = t->sending ? core_write_frame(f->segment, t, frame) : core_read_frames(f->segment, t, 1, t);
@@ -102,10 +101,17 @@ static int receive_long(const FastPath *f, const Entry *entry, LinkState *link, 
 
 /* ---- both --------------------------------------------------------------------------------------------------------- */
 
+/* A program that calls messages while others are pending does not await its receives next: waiting in them is in vain. */
+static void note_pending(const FastPath *f)
+{
+    if (f->state->messages) f->state->receives_ahead = 1; /* until the engine sees that it awaits one next */
+}
+
 int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
 {
     LinkState *link = f->segment->links[entry->peer];
     Ring *ring = ring_of(f->segment, f->segment->rank, entry->peer);
+    note_pending(f);
     if (link->gone || PyObject_Size(link->waiting)) return STUCK;
     if ((int64_t)nbytes <= f->short_bytes) return send_short(f, entry, link, ring, data, nbytes);
     return f->state->messages ? STUCK : send_long(f, entry, link, ring, data, nbytes, begun);
@@ -116,9 +122,9 @@ int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint
     LinkState *link = f->segment->links[entry->peer];
     Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
     Frame frame;
+    note_pending(f);
     if (f->state->messages || f->state->kept || link->gone) return STUCK;
     const char *payload = awaited(f, link, ring, !f->state->receives_ahead, &frame);
-    if (!payload) f->state->receives_ahead = 1; /* until the program awaits a receive before it sends another message */
     if (!payload || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel)
         return STUCK; /* a corrupt frame, too: the ordinary path has the error */
     if (frame.kind == SHORT) return receive_short(f, entry, link, ring, &frame, payload, data, nbytes);

@@ -75,7 +75,7 @@ class RankPosition:
         self.collective_wait: float = 0.0
         self.message_wait: float = 0.0
         self.dead: bool = False  #: nothing is submitted any more
-        #: whether the program calls receives ahead of other messages, so that waiting inside such a call is in vain
+        #: whether the program calls receives ahead of other messages: waiting inside such a call would be in vain
         self.receives_ahead: bool = False
         self.adopting: bool = False  #: C has begun a message that no submission stands for yet
 

@@ -141,8 +141,6 @@ class Engine:
             # a call that C has begun has seen that peers are late: this rank sleeps next, unless it spins
             late = batch[-1].run is not None and self._last_wait(batch[-1].op) > SHORT_WAIT_SECONDS
             self._drive(arm=late)
-            if batch[-1].op.p2p and batch[-1].work.done():
-                self._position.receives_ahead = False  # waiting in the call would not have been in vain
             if not (late or self._arming) and (self._queue or self._messages.pending):
                 self._arming = True
                 self._loop.call_soon(self._arm)

@@ -193,8 +193,10 @@ async def test_frames_that_come_before_python_knows_of_the_message(comm: Comm, m
     """Whatever drives the engine meanwhile leaves them where they are."""
     adopt = SubmitterCalls.adopt
     early: list[int] = []
+    begun: list[Any] = []
 
     def late(calls: SubmitterCalls, *arguments: Any) -> Any:
+        begun.append(comm.barrier())  # the other rank receives from now on
         link: Any = link_of(own, 1)
         while link._words[link.reader.head_at] == link.state.tail:  # until the other rank is clear
             time.sleep(0.001)
@@ -208,11 +210,13 @@ async def test_frames_that_come_before_python_knows_of_the_message(comm: Comm, m
         for round in range(2):
             if own.rank == 0:
                 await own.send(values(round), 1)
+                await begun[round]
             else:
+                await comm.barrier()
                 got = torch.empty(LONG, dtype=torch.uint8)
                 await own.recv(got, 0)
                 assert torch.equal(got, values(round))
-    assert set(early) == ({64} if comm.rank == 0 else set())
+    assert early == ([64, 64] if comm.rank == 0 else [])
 
 
 @pytest.mark.ranks(2)
@@ -258,9 +262,10 @@ async def test_receives_are_waited_for_in_the_call_if_the_program_awaits_them_ne
         position = backend._engine._position
         for _ in range(2):
             work = own.recv(torch.empty(1), 1)
-            assert position.receives_ahead
             await own.send(torch.ones(1), 1)
+            assert position.receives_ahead
             await work
+            assert position.receives_ahead
         work = own.recv(torch.empty(1), 1)
         waiting = asyncio.ensure_future(work)
         await asyncio.sleep(0)  # the task awaits it
