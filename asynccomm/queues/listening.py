@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from asynccomm.backends.shm.fd_socket import Datagram, FdSocket
-from asynccomm.control.timing import RETRY_SECONDS
 from asynccomm.control.transport.admission import WRONG_TOKEN, Admission
 from asynccomm.control.transport.connection import Tokens, close_inherited
 from asynccomm.control.transport.framing import HELLO_BYTES, encode
 from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
-from asynccomm.control.transport.sockets import BACKLOG, peer_user, tcp_socket
+from asynccomm.control.transport.sockets import BACKLOG, connect_in_turn, peer_user, tcp_socket
 from asynccomm.core.hosts import host_name
 from asynccomm.queues.bridge import Streams
 from asynccomm.queues.options import QueueHandle, QueueHello, QueueWelcome
@@ -180,7 +179,6 @@ async def connect_local(handle: QueueHandle, hello: QueueHello) -> tuple[socket.
     """
     loop = asyncio.get_running_loop()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.setblocking(False)
     line: FdSocket | None = None
 
     def on_reply(message: Datagram) -> None:
@@ -188,12 +186,7 @@ async def connect_local(handle: QueueHandle, hello: QueueHello) -> tuple[socket.
         reply.set_result(message)
 
     try:
-        while True:
-            try:
-                sock.connect(f"\0{handle.local}")
-                break
-            except BlockingIOError:  # the backlog is full; unlike with TCP, the system does not retry
-                await asyncio.sleep(RETRY_SECONDS)
+        await connect_in_turn(sock, f"\0{handle.local}")
         if (user := peer_user(sock)) != os.geteuid():
             raise PermissionError(f"the queue belongs to user {user}")
         reply: asyncio.Future[Datagram] = loop.create_future()

@@ -25,7 +25,7 @@ from asynccomm.backends.shm.segment import Segment
 from asynccomm.control.timing import RETRY_SECONDS
 from asynccomm.control.transport.admission import CROWDED, LATE, WRONG_TOKEN, Admission
 from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
-from asynccomm.control.transport.sockets import peer_user
+from asynccomm.control.transport.sockets import connect_in_turn, peer_user
 from asynccomm.errors import BackendError, PeerLostError
 from asynccomm.ops.validation import CommInfo
 
@@ -300,7 +300,7 @@ class PeerSide:
         self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
         self._size = size
         self._mine = mine
-        self._sock = _socket()
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line: FdSocket | None = None
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._inbox: deque[Datagram] = deque()  # messages that carry descriptors
@@ -317,15 +317,12 @@ class PeerSide:
         while not await self._connect_once(rank, address):  # a flood of connections may have closed this one
             await asyncio.sleep(RETRY_SECONDS)
             self._disconnect()
-            self._sock = _socket()
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._answer = asyncio.get_running_loop().create_future()
 
     async def _connect_once(self, rank: int, address: Address) -> bool:
         """Connect once; returns whether rank 0 has replied. Raises: OSError if the reply is a rejection."""
-        try:
-            self._sock.connect(f"\0{address.name}")
-        except BlockingIOError:  # unlike TCP's, the connection does not continue in the background
-            return False
+        await connect_in_turn(self._sock, f"\0{address.name}")
         if (user := peer_user(self._sock)) != os.geteuid():
             raise PermissionError(errno.EPERM, f"it runs as user {user}, this rank as user {os.geteuid()}")
         self._line = FdSocket(self._sock, self._receive)
@@ -423,12 +420,6 @@ class PeerSide:
     def close(self) -> None:
         self._disconnect()
         self.segment = None
-
-
-def _socket() -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.setblocking(False)
-    return sock
 
 
 def _lost(rank: int) -> PeerLostError:

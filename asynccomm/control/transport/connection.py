@@ -19,10 +19,10 @@ from typing import Annotated, Any, Final, Self, TypeAlias, final
 
 from msgspec import Meta
 
-from asynccomm.control.timing import REACH_SECONDS, RETRY_SECONDS
+from asynccomm.control.timing import REACH_SECONDS
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
 from asynccomm.control.transport.schema import JsonObject, Message, MessageError, TaggedMessage, decode
-from asynccomm.control.transport.sockets import peer_user
+from asynccomm.control.transport.sockets import connect_in_turn, peer_user
 from asynccomm.control.transport.topology import RankAddress
 
 UNSENT_BYTES: Final = 64 << 20  # unsent data after which a peer that does not read counts as lost
@@ -321,17 +321,12 @@ def _same(token: str, expected: str) -> bool:
 
 async def _local(address: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)
     try:
-        while True:
-            try:
-                sock.connect(address)
-                return sock
-            except BlockingIOError:  # the backlog is full; unlike with TCP, the system does not retry
-                await asyncio.sleep(RETRY_SECONDS)
+        await connect_in_turn(sock, address)
     except BaseException:
         sock.close()
         raise
+    return sock
 
 
 def _keep_alive(sock: socket.socket) -> None:

@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Final, final
 
+import anyio.to_thread
 from msgspec.structs import replace
 
 from asynccomm.control.transport.topology import RankAddress
@@ -26,12 +27,54 @@ _RESERVED: Final = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 
 _numbers = itertools.count(1)  # of the local sockets of this process
 _credentials = struct.Struct("=iII")  # process, user, group
+_ROUND: Final = struct.pack("@ll", 0, 100_000)  # 0.1 s for SO_SNDTIMEO
+_FOREVER: Final = struct.pack("@ll", 0, 0)
 
 
 def peer_user(sock: socket.socket) -> int:
     """The user of the process at the other end of a local socket; 65534 for a user of another namespace."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
     return int(_credentials.unpack(data)[1])
+
+
+async def connect_in_turn(sock: socket.socket, address: str) -> None:
+    """Connect a local socket, which does not block afterwards.
+
+    While the backlog of ``address`` is full, a thread waits in the kernel's queue for it: of attempts that do not wait,
+    other processes that keep the backlog full would leave none a chance. Safe to cancel: the thread ends within 0.1 s.
+
+    Raises: OSError.
+    """
+    sock.setblocking(False)
+    try:
+        sock.connect(address)
+        return
+    except BlockingIOError:  # unlike TCP's, the connection does not continue in the background
+        pass
+    begun = given_up = False
+    same = sock.dup()  # the caller may close its descriptor during the wait
+
+    def wait() -> None:
+        nonlocal begun
+        begun = True
+        with same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _ROUND)
+            same.setblocking(True)
+            while not given_up:
+                try:
+                    same.connect(address)
+                    break
+                except BlockingIOError:
+                    continue
+            same.setblocking(False)
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _FOREVER)
+
+    try:
+        await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)
+    finally:
+        given_up = True
+        if not begun:
+            same.close()
 
 
 def run_name(run: str) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import secrets
 import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +18,7 @@ from asynccomm.control.transport import sockets as module
 from asynccomm.control.transport.sockets import (
     MAX_NAME,
     ListeningSockets,
+    connect_in_turn,
     derived_port,
     local_socket,
     peer_user,
@@ -20,6 +26,7 @@ from asynccomm.control.transport.sockets import (
     tcp_socket,
 )
 from tests.control.unauthenticated import descriptors, names
+from tests.waiting import until
 
 
 def test_doors_that_nobody_takes_are_closed() -> None:
@@ -123,3 +130,102 @@ def test_the_user_of_a_peer() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert peer_user(ours) == peer_user(theirs) == os.geteuid()
+
+
+# -- a full backlog ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full() -> Iterator[tuple[socket.socket, str]]:
+    """A listening socket whose backlog is full, and its address."""
+    address = f"\0asynccomm-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+            first.connect(address)
+            yield listener, address
+
+
+class Counting(socket.socket):
+    """A local socket that counts its attempts to connect, and those of its duplicates."""
+
+    def __init__(self, *arguments: Any, attempts: list[object] | None = None) -> None:
+        super().__init__(*arguments)
+        self.attempts: list[object] = [] if attempts is None else attempts
+
+    def dup(self) -> Counting:
+        return Counting(self.family, self.type, self.proto, os.dup(self.fileno()), attempts=self.attempts)
+
+    def connect(self, address: object) -> None:
+        self.attempts.append(address)
+        super().connect(address)  # type: ignore[arg-type]
+
+
+async def test_a_full_backlog_is_waited_for(full: tuple[socket.socket, str]) -> None:
+    listener, address = full
+    with Counting(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        done = asyncio.ensure_future(connect_in_turn(sock, address))
+        await until(lambda: len(sock.attempts) > 2)
+        assert not done.done()
+        listener.accept()[0].close()
+        await asyncio.wait_for(done, 20)
+        with listener.accept()[0] as accepted:
+            accepted.send(b"x")
+            assert sock.recv(1) == b"x"
+            assert not sock.getblocking()
+            with pytest.raises(BlockingIOError):
+                sock.recv(1)
+        assert not any(sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16))
+
+
+async def test_a_wait_for_a_backlog_ends_with_the_listener(full: tuple[socket.socket, str]) -> None:
+    listener, address = full
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        done = asyncio.ensure_future(connect_in_turn(sock, address))
+        await asyncio.sleep(0)
+        listener.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.wait_for(done, 20)
+
+
+async def test_a_cancelled_wait_for_a_backlog_leaves_no_thread_in_it(
+    full: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, address = full
+    ended = threading.Event()
+    real = module.anyio.to_thread.run_sync
+
+    async def run_sync(function: Callable[[], None], **options: bool) -> None:
+        def run() -> None:
+            try:
+                function()
+            finally:
+                ended.set()
+
+        await real(run, **options)
+
+    monkeypatch.setattr(module.anyio.to_thread, "run_sync", run_sync)
+    with Counting(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        done = asyncio.ensure_future(connect_in_turn(sock, address))
+        await until(lambda: len(sock.attempts) > 1)
+        done.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await done
+    await until(ended.is_set)
+    listener.accept()[0].close()
+    listener.setblocking(False)
+    with pytest.raises(BlockingIOError):  # it has not connected since
+        listener.accept()
+
+
+async def test_a_wait_for_a_backlog_that_is_cancelled_at_once_leaves_no_descriptor(
+    full: tuple[socket.socket, str],
+) -> None:
+    held = descriptors()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        task = asyncio.ensure_future(connect_in_turn(sock, full[1]))
+        asyncio.get_running_loop().call_soon(task.cancel)  # behind its first step
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert descriptors() <= held
