@@ -17,7 +17,6 @@ LONGEST: Final = (
     "backends/nccl/test_backend.py",
     "backends/shm/test_backend.py",
     "cli/test_launch.py",
-    "test_types.py",
     "backends/gloo/test_backend.py",
     "bench/test_benches.py",
     "many_hosts/test_starting.py",

@@ -40,6 +40,7 @@ async def block(
 """
 
 pytestmark = [
+    pytest.mark.exhaustive,  # as .ci/run has them, beside its other checks of style and types
     pytest.mark.real_python,
     pytest.mark.skipif(
         tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14),
@@ -99,7 +100,6 @@ def test_programs_have_precise_types(programs: list[Path], tmp_path_factory: pyt
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.exhaustive
 def test_programs_have_precise_types_for_mypy(programs: list[Path]) -> None:
     """By the cache of the check of the package; without it, mypy looks at torch for half a minute."""
     done = checked("mypy", *programs)
