@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+# short sleeps: Python's handler of a signal that comes just before a sleep runs only after it
 ENDLESS = """
     import os, signal, time
     print("pid", os.getpid(), flush=True)
     while True:
-        time.sleep(60)
+        time.sleep(0.1)
 """
 
 STUBBORN = """
@@ -25,7 +26,7 @@ STUBBORN = """
         signal.signal(number, lambda number, frame: print("got", signal.Signals(number).name, flush=True))
     print("pid", os.getpid(), flush=True)
     while True:
-        time.sleep(60)
+        time.sleep(0.1)
 """
 
 # -- failure
@@ -106,7 +107,7 @@ def test_who_ignores_sigterm_is_killed(launcher, is_running) -> None:
         print("pid", os.getpid(), flush=True)
         open("deaf", "w")
         while True:
-            time.sleep(60)
+            time.sleep(0.1)
         """
     )
     started = launcher.start("run", "-n", "2", "--grace", "0.2", script)
@@ -181,7 +182,8 @@ def test_an_interrupt_is_a_line_of_each_rank(launcher) -> None:
     script = """
         import time
         print("ready", flush=True)
-        time.sleep(60)
+        while True:
+            time.sleep(0.1)
     """
     started = launcher.start("run", "-n", "2", launcher.script(script))
     started.sees("ready", 2)
@@ -433,6 +435,8 @@ def test_control_c_in_a_terminal_reaches_each_rank_once(launcher, is_running) ->
         "run",
         "-n",
         "2",
+        "--grace",
+        "3",
         script,
     ]
     master, slave = pty.openpty()
@@ -471,7 +475,7 @@ def test_what_is_ignored_stays_ignored(launcher) -> None:
 def test_sigterm_is_the_rank_s_to_hand_to_its_helpers(launcher) -> None:
     script = launcher.script(
         """
-        import os, signal, subprocess, sys
+        import os, signal, subprocess, sys, time
 
         def leave(*_):
             helper.stdin.close()
@@ -482,7 +486,7 @@ def test_sigterm_is_the_rank_s_to_hand_to_its_helpers(launcher) -> None:
         signal.signal(signal.SIGTERM, leave)
         print("pid", os.getpid(), flush=True)
         while True:
-            signal.pause()
+            time.sleep(0.1)
         """
     )
     started = launcher.start("run", "-n", "1", script)

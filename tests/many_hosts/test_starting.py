@@ -107,7 +107,8 @@ WAITING = """
 import os, signal, time
 signal.signal(signal.SIGTERM, lambda *_: (print("got SIGTERM", flush=True), exit(5)))
 print("waits", os.environ["RANK"], flush=True)
-time.sleep(60)
+while True:
+    time.sleep(0.1)  # briefly: the handler of a signal that comes just before a sleep runs only after it
 """
 
 
