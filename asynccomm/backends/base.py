@@ -227,7 +227,7 @@ class BackendContext:
 
 
 class HeldCall(Protocol):
-    """A call that a backend's fast path holds for a scope, in place of a Submission."""
+    """A call that a backend's fast path holds, in place of a Submission: for a scope, or until a message comes."""
 
     @property
     def op(self) -> Op: ...
@@ -267,6 +267,17 @@ class DirectCalls(Protocol):
     records_sites: bool
     queues: dict[object, Any]  #: of scopes, by the task or thread
     in_flight: Any
+
+    @property
+    def driver(self) -> Any:
+        """The ``Driver`` of Works, for receives that the fast path posts; None: it posts none."""
+
+    @property
+    def received(self) -> Callable[[HeldCall], Submission]:
+        """Makes the submission of a receive that the fast path has posted, and watches its deadline from then on.
+
+        It refers to no backend. Raises: ValueError if memory of its tensor was freed.
+        """
 
     @property
     def compares(self) -> bool:

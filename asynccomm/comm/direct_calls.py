@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, final
 
-from asynccomm.backends.base import FastCalls, HeldCall, Submission
+from asynccomm.backends.base import Backend, FastCalls, HeldCall, Submission
 from asynccomm.batching.batches import prepared_op
 from asynccomm.batching.fusion import fuse, fusion_key
 from asynccomm.batching.queue import DeferredQueue
-from asynccomm.comm.held_calls import checked_call, restored
+from asynccomm.comm.held_calls import checked_call, restored, submission_of
 from asynccomm.comm.in_flight import InFlight
 from asynccomm.comm.submission import Submitter
 from asynccomm.core.callsite import CallSite
+from asynccomm.core.deadlines import Deadlines
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts, CallLog, ReentrantLock
 from asynccomm.core.work import Work
@@ -57,6 +60,10 @@ class SubmitterCalls:
         self.overdue: Callable[[Work[Any]], None] = submitter.overdue
         self.note_deadline: Callable[[DeferredQueue, Work[Any]], None] = submitter.note_deadline
         self.fused_limit: int = backend.fused_limit
+        self.driver: Backend = backend
+        self.received: Callable[[HeldCall], Submission] = partial(
+            _received, self.group, weakref.ref(self.in_flight.deadlines)
+        )
 
     @property
     def compares(self) -> bool:
@@ -97,3 +104,11 @@ class SubmitterCalls:
                 submitter.check_late(member.work)
                 if submitter.watchers.all:
                     submitter.watchers.called(Call(member.work.op, (), (), None), member.work)
+
+
+def _received(group: CommInfo, deadlines: weakref.ref[Deadlines], held: HeldCall) -> Submission:
+    """See ``DirectCalls.received``."""
+    submission = submission_of(group, held, None)
+    if (all_of_them := deadlines()) is not None:
+        all_of_them.add(held.work)
+    return submission

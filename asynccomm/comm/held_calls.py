@@ -47,7 +47,7 @@ def restored(held: HeldCall) -> list[Any]:
         if storage.nbytes() < (offset + math.prod(shape)) * dtype.itemsize:
             raise ValueError(
                 f"the memory of a tensor (shape {tuple(shape)}, {dtype}) was freed between its call and the end of its "
-                f"scope"
+                f"operation"
             )
         strides = torch.empty(shape, device="meta").stride()
         return torch.empty(0, dtype=dtype, device=argument.device).set_(storage, offset, shape, strides)

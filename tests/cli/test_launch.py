@@ -556,11 +556,10 @@ def test_everything_dies_with_the_launcher(launcher, is_running, until, leftover
     pids = started.words_after("child") + started.words_after("pid")
     leftovers.extend(pids)
     store = store_of(started.process.pid, until)
-    before = set(os.listdir("/dev/shm"))
     started.process.kill()
     assert started.process.wait() == -signal.SIGKILL
     until(lambda: not any(map(is_running, [*pids, store])), "the end of all processes")
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("asynccomm")]
 
 
 def test_shared_memory_of_killed_ranks_is_unlinked(launcher, until) -> None:

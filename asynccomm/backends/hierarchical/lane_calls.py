@@ -182,6 +182,7 @@ class _StandIn:
         self.in_flight = _InFlight()
         self.lock = ReentrantLock()
         self.fused_limit = 0
+        self.driver = None
 
     def call(self, *_: object) -> None:
         """Leave the step to the caller."""
@@ -201,6 +202,9 @@ class _StandIn:
 
     def note_deadline(self, queue: object, work: Work[Any]) -> None:
         raise AssertionError("a lane holds no calls")
+
+    def received(self, held: object) -> Any:
+        raise AssertionError("a lane posts no receives")
 
     def fused(self, held: object) -> Any:
         raise AssertionError("a lane holds no calls")

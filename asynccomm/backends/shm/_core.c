@@ -750,10 +750,18 @@ static PyObject *Segment_resume(PyObject *self, PyObject *Py_UNUSED(none))
 
 /* ---- RankPosition ---------------------------------------------------------------------------------------------------- */
 
+static PyObject *RankPosition_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(keywords))
+{
+    RankPosition *position = (RankPosition *)PyType_GenericAlloc(type, 0);
+    if (position && !(position->posted = PyList_New(0))) Py_CLEAR(position);
+    return (PyObject *)position;
+}
+
 static void RankPosition_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(((RankPosition *)self)->op);
+    Py_CLEAR(((RankPosition *)self)->posted);
     core_free(self);
 }
 
@@ -761,12 +769,14 @@ static int RankPosition_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(((RankPosition *)self)->op);
+    Py_VISIT(((RankPosition *)self)->posted);
     return 0;
 }
 
 static int RankPosition_clear(PyObject *self)
 {
     Py_CLEAR(((RankPosition *)self)->op);
+    Py_CLEAR(((RankPosition *)self)->posted);
     return 0;
 }
 
@@ -775,11 +785,12 @@ static PyMemberDef state_members[] = {
     NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(number), NUMBER(messages), NUMBER(kept),
     {"collective_wait", T_DOUBLE, offsetof(RankPosition, collective_wait), 0, NULL},
     {"message_wait", T_DOUBLE, offsetof(RankPosition, message_wait), 0, NULL}, {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL},
+    {"posted", T_OBJECT, offsetof(RankPosition, posted), 0, NULL},
     {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {"adopting", T_BOOL, offsetof(RankPosition, adopting), 0, NULL},
     {"receives_ahead", T_BOOL, offsetof(RankPosition, receives_ahead), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 static PyType_Slot state_slots[] = {
-    {Py_tp_dealloc, (void *)RankPosition_dealloc}, {Py_tp_traverse, (void *)RankPosition_traverse}, {Py_tp_clear, (void *)RankPosition_clear},
+    {Py_tp_new, (void *)RankPosition_new}, {Py_tp_dealloc, (void *)RankPosition_dealloc}, {Py_tp_traverse, (void *)RankPosition_traverse}, {Py_tp_clear, (void *)RankPosition_clear},
     {Py_tp_members, state_members}, {0, NULL}};
 static PyType_Spec state_spec = {"_core.RankPosition", sizeof(RankPosition), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, state_slots};
 

@@ -101,7 +101,7 @@ typedef struct RankPosition {
     uint64_t step, code, numel, history, number;
     uint64_t messages, kept;
     double collective_wait, message_wait; /* seconds */
-    PyObject *op;
+    PyObject *op, *posted; /* posted: a list of HeldCalls */
     char dead, adopting, receives_ahead;
 } RankPosition;
 

@@ -129,9 +129,15 @@ class FastPath:
     def flush(self, items: list[Any], /) -> bool | None:
         """Send held calls; None: the submitter has to. See ``FastCalls.flush``."""
 
+    def before_await(self, work: Work[Any], /) -> None:
+        """Receive, before a task waits for the Work of a receive that is posted here; or have the backend do so."""
+
+    def before_block(self, work: Work[Any], /) -> None:
+        """Have the backend receive, before a thread waits for such a Work."""
+
 @final
 class HeldCall:
-    """A call that a scope holds; see ``base.HeldCall``."""
+    """A call that a scope holds, or a receive that is posted; see ``base.HeldCall``."""
 
     op: Op
     work: Work[Any]

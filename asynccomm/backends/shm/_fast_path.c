@@ -478,6 +478,12 @@ PyObject *core_site_of(FastPath *f)
     return PyObject_CallFunctionObjArgs(f->call_site, two, NULL); /* 0: call_site itself */
 }
 
+int core_is_in_loop(const FastPath *f)
+{
+    int other;
+    return core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
+}
+
 int core_is_open(FastPath *f)
 {
     if (f->state->dead || f->state->adopting || f->counts->closed || f->counts->detours) return 0;
@@ -678,7 +684,8 @@ static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, 
     else may = !entry->program || !core_prepare(f, entry) ? core_may_send(f) : -1;
     if (may > 0 && !queue) {
         if (entry->program) *work = send(f, entry, tensors, arguments, result, site, started);
-        else if (!(*work = send_or_receive(f, entry, tensors, arguments, result, site, started)) && !PyErr_Occurred()) may = 0;
+        else if (!(*work = send_or_receive(f, entry, tensors, arguments, result, site, started)) && !PyErr_Occurred())
+            may = !entry->sends && core_post_receive(f, entry, tensors, arguments, result, site, started, work);
         core_unlock(f->lock);
     }
     core_release_entry(entry);
@@ -736,7 +743,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(storage) DO(values) DO(scopes.queues)               \
+    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(storage) DO(values) DO(scopes.queues)               \
     DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -816,10 +823,10 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     long long short_bytes;
     double patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!OOOOOO!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!O(OO)OOOOO!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &PySet_Type, &f->passed_files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
-                                  &f->profiler, Lock_Type, &f->lock, &f->driven,
+                                  &f->profiler, Lock_Type, &f->lock, &f->driven, &f->driver, &f->arm,
                                   &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &short_bytes, &patience, &f->short_wait,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
                                   &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
@@ -845,6 +852,8 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
 
 static PyMethodDef fast_path_methods[] = {
     {"submit", (PyCFunction)(void (*)(void))FastPath_submit, METH_FASTCALL, "Submit a call; see the submitter's `call`."},
+    {"before_await", FastPath_before_await, METH_O, "Receive, before a task waits for a Work of a receive that is posted here."},
+    {"before_block", FastPath_before_block, METH_O, "Have Python receive, before a thread waits for such a Work."},
     {"flush", FastPath_flush, METH_O, "Send the held calls of a list: True, or None if the submitter has to."},
     {NULL, NULL, 0, NULL},
 };

@@ -2,7 +2,7 @@
 #ifndef ASYNCCOMM_FAST_PATH_H
 #define ASYNCCOMM_FAST_PATH_H
 
-#include "_core.h"
+#include "_rings.h"
 
 #define MIX 0x9E3779B97F4A7C15u /* as in board.py */
 #define MOST_ARGS 8
@@ -119,6 +119,23 @@ typedef struct {
     PyObject *name;
 } Method;
 
+/* A tensor of a held call. */
+typedef struct {
+    char *data;
+    int64_t nbytes, offset; /* offset: in the storage, in elements */
+} Held;
+
+/* A call that is held: until its scope sends it, or a receive until its message comes. */
+typedef struct {
+    PyObject_HEAD
+    Entry *entry;
+    PyObject *arguments; /* a tuple: the method's check and its arguments */
+    PyObject *storages;  /* a tuple, by tensor */
+    WorkState *work;
+    int count; /* of tensors */
+    Held *tensors, few[2]; /* few: most calls have no more */
+} HeldCall;
+
 typedef struct {
     PyObject_HEAD
     Segment *segment;
@@ -126,6 +143,7 @@ typedef struct {
     CallCounts *counts;
     PyTypeObject *work_type;
     PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *passed_files, *notes, *note, *profiler, *driven, *queue, *inbox;
+    PyObject *driver, *arm; /* of receives: the backend; called when one is posted */
     CallLog *recent;
     ReentrantLock *lock;
     DLPackTable *table;
@@ -173,6 +191,9 @@ PyObject *core_site_of(FastPath *f);
 /* Whether the comm takes calls of this thread without more ado; -1 with an exception. */
 int core_is_open(FastPath *f);
 
+/* Whether the comm's loop runs in this thread; -1 with an exception. */
+int core_is_in_loop(const FastPath *f);
+
 /* Count a call that is done; its number. */
 long long core_count(const FastPath *f, int p2p, long long nbytes);
 
@@ -214,11 +235,36 @@ void core_break_comm(FastPath *f);
 
 /* ---- _messages.c -------------------------------------------------------------------------------------------------- */
 
+/* Receive a short message, if it is the one that `entry` is for: DONE or STUCK. */
+int core_receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame, const char *payload,
+                       char *data, uint64_t nbytes);
+
 /* Send or receive a message: DONE; STUCK: it is not for this path; MOVED: it has begun as `begun`, and Python adopts it. */
 int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
 int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
 
+/* ---- _posted.c ---------------------------------------------------------------------------------------------------- */
+
+/* Whether receives from a peer are posted here, and wait for messages; or from any peer, for -1. */
+int core_has_posted(const FastPath *f, int peer);
+
+/* Post a receive: 1 with its Work or an exception, 0: it is not for this path. The comm's lock is held. */
+int core_post_receive(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
+                      PyObject *site, double started, PyObject **work);
+
+/* before_await(work), before_block(work): a Driver of Works */
+PyObject *FastPath_before_await(PyObject *self, PyObject *work);
+PyObject *FastPath_before_block(PyObject *self, PyObject *work);
+
 /* ---- _scopes.c ---------------------------------------------------------------------------------------------------- */
+
+HeldCall *core_new_held(const FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments);
+
+/* Give a held call a Work, which is not settled and not in flight yet; -1 with an exception. */
+int core_give_work(const FastPath *f, HeldCall *held, PyObject *driver, PyObject *result, PyObject *site, double started);
+
+/* Whether all tensors of a call still have their memory. Runs no Python code. */
+int core_has_memory(const FastPath *f, const HeldCall *call);
 
 /* The queue of the scope that the caller is in, or NULL; as hold_arguments. */
 int core_queue_of(FastPath *f, PyObject **queue);

@@ -4,7 +4,6 @@
  * long message as it is, and a short one has not begun.
  */
 #include "_fast_path.h"
-#include "_rings.h"
 
 enum { LEAST_FRAME = 64 << 10, FRAMES = 8 }; /* bytes of a DATA frame, if the ring allows, and how many make a message */
 
@@ -23,9 +22,10 @@ static int send_short(const FastPath *f, const Entry *entry, LinkState *link, Ri
     return DONE;
 }
 
-static int receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame,
-                         const char *payload, char *data, uint64_t nbytes)
+int core_receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame, const char *payload,
+                       char *data, uint64_t nbytes)
 {
+    if (frame->kind != SHORT || frame->tag != entry->tag || frame->extra != entry->code || frame->length != entry->numel) return STUCK;
     if (frame->nbytes != nbytes || link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring) return STUCK;
     memcpy(data, payload, nbytes);
     link->came += framed(nbytes), link->matched += framed(nbytes);
@@ -104,7 +104,7 @@ static int receive_long(const FastPath *f, const Entry *entry, LinkState *link, 
 /* A program that calls messages while others are pending does not await its receives next: waiting in them is in vain. */
 static void note_pending(const FastPath *f)
 {
-    if (f->state->messages) f->state->receives_ahead = 1; /* until the engine sees that it awaits one next */
+    if (f->state->messages || core_has_posted(f, -1)) f->state->receives_ahead = 1; /* until the engine sees that it awaits one next */
 }
 
 int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
@@ -114,7 +114,7 @@ int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_
     note_pending(f);
     if (link->gone || PyObject_Size(link->waiting)) return STUCK;
     if ((int64_t)nbytes <= f->short_bytes) return send_short(f, entry, link, ring, data, nbytes);
-    return f->state->messages ? STUCK : send_long(f, entry, link, ring, data, nbytes, begun);
+    return f->state->messages || core_has_posted(f, -1) ? STUCK : send_long(f, entry, link, ring, data, nbytes, begun);
 }
 
 int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
@@ -123,10 +123,10 @@ int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint
     Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
     Frame frame;
     note_pending(f);
-    if (f->state->messages || f->state->kept || link->gone) return STUCK;
+    if (f->state->messages || f->state->kept || link->gone || core_has_posted(f, entry->peer)) return STUCK;
     const char *payload = awaited(f, link, ring, !f->state->receives_ahead, &frame);
     if (!payload || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel)
         return STUCK; /* a corrupt frame, too: the ordinary path has the error */
-    if (frame.kind == SHORT) return receive_short(f, entry, link, ring, &frame, payload, data, nbytes);
-    return frame.kind == OFFER && nbytes ? receive_long(f, entry, link, ring, &frame, data, nbytes, begun) : STUCK;
+    if (frame.kind == SHORT) return core_receive_short(f, entry, link, ring, &frame, payload, data, nbytes);
+    return frame.kind == OFFER && nbytes && !core_has_posted(f, -1) ? receive_long(f, entry, link, ring, &frame, data, nbytes, begun) : STUCK;
 }

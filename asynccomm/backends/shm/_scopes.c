@@ -15,24 +15,6 @@
 #include <string.h>
 #include <structmember.h>
 
-enum { FEW = 2 }; /* tensors of most calls */
-
-/* A tensor of a held call. */
-typedef struct {
-    char *data;
-    int64_t nbytes, offset; /* offset: in the storage, in elements */
-} Held;
-
-typedef struct {
-    PyObject_HEAD
-    Entry *entry;
-    PyObject *arguments; /* a tuple: the method's check and its arguments */
-    PyObject *storages;  /* a tuple, by tensor */
-    WorkState *work;
-    int count;           /* of tensors */
-    Held *tensors, few[FEW];
-} HeldCall;
-
 static PyTypeObject *HeldCall_Type;
 static PyObject *current_tasks; /* of Python 3.11, where `current_task` is Python code; NULL in later versions */
 static PyObject *current_task, *get_running_loop, *name_running, *name_items, *name_works, *name_due, *name_untyped_storage, *name_settle;
@@ -80,13 +62,13 @@ static PyObject *storages_of(const FastPath *f, const Arguments *arguments, int 
     return storages;
 }
 
-static HeldCall *new_held(const FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments)
+HeldCall *core_new_held(const FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments)
 {
     HeldCall *held = (HeldCall *)((allocfunc)PyType_GetSlot(HeldCall_Type, Py_tp_alloc))(HeldCall_Type, 0);
     if (!held) return NULL;
     held->entry = entry, entry->holds++;
     held->count = tensors->count;
-    held->tensors = tensors->count <= FEW ? held->few : core_zeroed(tensors->count, sizeof(Held));
+    held->tensors = tensors->count <= (int)(sizeof held->few / sizeof(Held)) ? held->few : core_zeroed(tensors->count, sizeof(Held));
     held->arguments = core_tuple_of(arguments->items, arguments->count);
     held->storages = held->arguments ? storages_of(f, arguments, tensors->count) : NULL;
     if (!held->tensors || !held->storages) {
@@ -103,6 +85,15 @@ static void replace(PyObject **place, PyObject *object)
     Py_XINCREF(object);
     *place = object;
     Py_XDECREF(old);
+}
+
+int core_give_work(const FastPath *f, HeldCall *held, PyObject *driver, PyObject *result, PyObject *site, double started)
+{
+    if (!(held->work = core_new_work(f, held->entry->op, result, site, started))) return -1;
+    replace(&held->work->driver, driver);
+    replace(&held->work->on_settled, f->scopes.settled);
+    replace(&held->work->on_overdue, f->scopes.overdue);
+    return 0;
 }
 
 /* Enter a call in its queue and in the list of operations in flight; -1 with an exception. */
@@ -129,13 +120,8 @@ int core_hold(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments
               double started, PyObject *queue, PyObject **work)
 {
     if (!entry->program || entry->kind < 0) return 0;
-    HeldCall *held = new_held(f, entry, tensors, arguments);
-    if (held && (held->work = core_new_work(f, entry->op, result, site, started))) {
-        replace(&held->work->driver, queue);
-        replace(&held->work->on_settled, f->scopes.settled);
-        replace(&held->work->on_overdue, f->scopes.overdue);
-    }
-    if (!held || !held->work) {
+    HeldCall *held = core_new_held(f, entry, tensors, arguments);
+    if (!held || core_give_work(f, held, queue, result, site, started)) {
         Py_XDECREF((PyObject *)held);
         return 1;
     }
@@ -306,8 +292,7 @@ static int is_where_it_was(const FastPath *f, PyObject *tensor, const char *data
     return 0;
 }
 
-/* Whether all tensors of a call still have their memory. Runs no Python code. */
-static int has_memory(const FastPath *f, const HeldCall *call)
+int core_has_memory(const FastPath *f, const HeldCall *call)
 {
     int number = 0;
     for (Py_ssize_t k = 1; k < PyTuple_Size(call->arguments); k++) {
@@ -429,7 +414,7 @@ static int send_calls(Flush *flush)
     FastPath *f = flush->f;
     int may = core_may_send(f);
     if (may <= 0) return may;
-    for (int k = 0; k < flush->count && may; k++) may = has_memory(f, flush->calls[k]) && !flush->calls[k]->work->done;
+    for (int k = 0; k < flush->count && may; k++) may = core_has_memory(f, flush->calls[k]) && !flush->calls[k]->work->done;
     for (int g = 0; g < flush->group_count && may; g++) may = flush->groups[g].entry->run != NULL; /* no call has taken it */
     if (may) {
         int gc = PyGC_Disable();

@@ -16,6 +16,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from asynccomm.backends.base import HeldCall
 from asynccomm.backends.shm.arena import Lent
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import HEADER, WORD, Layout, RecordWord, Word
@@ -56,6 +57,7 @@ class RankPosition:
         "number",
         "numel",
         "op",
+        "posted",
         "receives_ahead",
         "step",
     )
@@ -70,6 +72,7 @@ class RankPosition:
         self.number: int = 0  #: sequence number of the current collective on the comm, for errors
         self.op: Op = Barrier()  #: the current collective, for errors
         self.messages: int = 0  #: point-to-point operations that are pending
+        self.posted: list[HeldCall] = []  #: receives that only the fast path knows of, in their order
         self.kept: int = 0  #: messages that have arrived, and that no receive was posted for
         #: seconds that the last small collective, and message, that C did not end has waited (``spinning.waited``)
         self.collective_wait: float = 0.0

@@ -20,12 +20,12 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
 
-from asynccomm.backends.base import BackendContext, DirectCalls, FastCalls, Submission
+from asynccomm.backends.base import BackendContext, DirectCalls, FastCalls, HeldCall, Submission
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bootstrap import PeerMapping
 from asynccomm.backends.shm.combining_lock import CombiningLock
@@ -121,7 +121,8 @@ class Engine:
         self._with_worker = False
         self._dozing = False  # the progress thread may sleep until it is rung
         self._counts: CallCounts | None = None  # of the fast path's calls
-        self._arming = False  # a call of ``_arm`` is scheduled on the loop
+        self._arming = self._arming_again = False  # calls of ``_arm`` are scheduled on the loop
+        self._received: Callable[[HeldCall], Submission] | None = None  # see ``DirectCalls``
 
     # -- from the comm ------------------------------------------------------------------------------------------------
 
@@ -141,9 +142,8 @@ class Engine:
             # a call that C has begun has seen that peers are late: this rank sleeps next, unless it spins
             late = batch[-1].run is not None and self._last_wait(batch[-1].op) > SHORT_WAIT_SECONDS
             self._drive(arm=late)
-            if not (late or self._arming) and (self._queue or self._messages.pending):
-                self._arming = True
-                self._loop.call_soon(self._arm)
+            if not late and (self._queue or self._messages.pending):
+                self._arm_soon()
         else:
             self._drive()
             for submission in batch:
@@ -157,10 +157,10 @@ class Engine:
 
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         """See ``Backend.fast_path``."""
-        self._counts = calls.counts
+        self._counts, self._received = calls.counts, calls.received
         limits = Limits(self.inline_bytes, self._whole_bytes, self.patience)
         queues = self._queue, self._inbox
-        return fast_path(self._executor, calls, limits, self._lock.locked, self.failed, *queues)
+        return fast_path(self._executor, calls, limits, self._lock.locked, self.failed, self._arm_soon, *queues)
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if the last wait was short."""
@@ -200,8 +200,17 @@ class Engine:
     def _large(self) -> bool:
         return self._large_in != self._large_out  # a stale value is corrected by the next check
 
+    def _arm_soon(self) -> None:
+        if not self._arming:
+            self._arming = True
+            self._loop.call_soon(self._arm)
+
     def _arm(self) -> None:
-        self._arming = False
+        if self._position.posted and not self._arming_again:  # tasks that are about to await them run first
+            self._arming_again = True
+            self._loop.call_soon(self._arm)
+            return
+        self._arming = self._arming_again = False
         self._drive()
 
     # -- driving ------------------------------------------------------------------------------------------------------
@@ -282,6 +291,8 @@ class Engine:
         moved = False
         queue, inbox = self._queue, self._inbox
         try:
+            if self._position.posted:
+                self._take_posted()
             while inbox:
                 item = inbox.popleft()
                 if item.op.p2p:
@@ -322,6 +333,14 @@ class Engine:
         if self._faults:
             self._position.dead = True
         return moved and not self._position.dead
+
+    def _take_posted(self) -> None:
+        """Submit the receives that the fast path has posted."""
+        posted, self._position.posted = self._position.posted, []
+        assert self._received is not None
+        for held in posted:
+            if not held.work.done():  # else the comm has failed
+                self._messages.submit(self._received(held))
 
     def _comes_first(self) -> bool:
         """Whether there is something to do before C may wait."""
@@ -482,6 +501,8 @@ class Engine:
         if self._position.dead or not self._lock.acquire(timeout=LOCK_SECONDS):
             return []
         try:
+            if self._position.posted:
+                self._take_posted()
             self._messages.progress()
             return self._messages.unreceived()
         finally:
@@ -518,6 +539,7 @@ class Engine:
     def _drop(self) -> None:
         self._inbox.clear()
         self._queue.clear()
+        self._position.posted = []
         self._current = None
         self._messages.drop()
         self._grown.clear()

@@ -72,6 +72,7 @@ def fast_path(
     limits: Limits,
     driven: Callable[[], bool],
     broken: Callable[[BaseException], object],
+    arm: Callable[[], object],
     *queues: Sequence[Any],
 ) -> FastCalls | None:
     """The fast path of the calls of a comm; None without the executor in C, or if torch shows it no tensors.
@@ -79,6 +80,7 @@ def fast_path(
     Args:
         driven: whether a thread drives the engine.
         broken: called with an exception that leaves an operation half done.
+        arm: called on the loop when a receive has been posted, for the engine to take it over soon.
         queues: operations that must be done before.
     """
     states = load("asynccomm.core._work")
@@ -110,6 +112,7 @@ def fast_path(
         vars(profiler),
         calls.lock,
         driven,
+        (calls.driver, arm),
         *queues,
         Tensor,
         Parameter,

@@ -1,0 +1,324 @@
+"""Receives that are posted before their messages come: in C until they are awaited, or until Python takes them over."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asynccomm import (
+    AbortedError,
+    BackendError,
+    BrokenError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    Comm,
+    Work,
+    new_comm,
+)
+from asynccomm.backends.shm.backend import ShmBackend
+from asynccomm.core.native import CoreUnavailable, load_core
+
+from .paths import counted
+
+pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
+
+
+def posted(comm: Comm) -> Sequence[Work[Any]]:
+    """The Works of the receives that are in C."""
+    backend = comm.unsafe_get_backend()
+    assert isinstance(backend, ShmBackend)
+    return [held.work for held in backend._engine._position.posted]
+
+
+def post(comm: Comm, output: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
+    """A receive whose message has not come."""
+    work = comm.recv(output, source, tag=tag)
+    assert not work.done()
+    assert posted(comm)[-1] is work
+    return work
+
+
+async def met(comm: Comm) -> None:
+    """Wait for all ranks, without their messages or collectives in shared memory."""
+    await comm.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_ranks_that_receive_and_send_at_once() -> None:
+    async with counted() as (comm, paths):
+        other = 1 - comm.rank
+        for round in range(300):
+            output = torch.empty(round % 7 + 1, dtype=torch.int64)
+            receive = comm.recv(output, other, tag=round % 3)
+            send = comm.send(torch.full_like(output, 2 * round + comm.rank), other, tag=round % 3)
+            await send
+            assert await receive is output
+            assert receive.source == other
+            assert output.eq(2 * round + other).all()
+        assert paths.ordinary < 100, "most are taken by C"
+        assert comm.statistics()[:2] == (600, 0)
+        assert [work.seq for work in (receive, send)] == [598, 599]
+        assert receive.duration is not None
+
+
+@pytest.mark.ranks(3)
+async def test_rings_of_tasks() -> None:
+    async with counted() as (comm, _):
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for round in range(100):
+            outputs = [torch.empty(3), torch.empty(5)]
+            await asyncio.gather(
+                *(comm.recv(output, previous, tag=tag) for tag, output in enumerate(outputs)),
+                *(comm.send(torch.full_like(outputs[tag], comm.rank + round), following, tag=tag) for tag in (1, 0)),
+            )
+            assert all(output.eq(previous + round).all() for output in outputs)
+
+
+@pytest.mark.ranks(3)
+async def test_any_order_of_messages() -> None:
+    """Messages of one tag arrive in their order, whoever receives them; other ranks and tags do not matter."""
+    async with counted() as (comm, _):
+        chance = random.Random(3)
+        for _ in range(300):
+            tags = [chance.randrange(3) for _ in range(chance.randrange(1, 9))]
+            orders = [chance.sample(range(len(tags)), len(tags)) for _ in range(comm.size)]
+            others = [rank for rank in range(comm.size) if rank != comm.rank]
+            outputs = {(rank, k): torch.empty(tags[k] + 1) for rank in others for k in range(len(tags))}
+            receives = {(rank, k): comm.recv(output, rank, tag=tags[k]) for (rank, k), output in outputs.items()}
+            sends = []
+            for rank in others:
+                counts = [0, 0, 0]
+                for k in orders[comm.rank]:
+                    tag = tags[k]
+                    sends.append(comm.send(torch.full((tag + 1,), 10.0 * comm.rank + counts[tag]), rank, tag=tag))
+                    counts[tag] += 1
+            for key in chance.sample(sorted(receives), len(receives)):
+                await receives[key]
+            await asyncio.gather(*sends)
+            for (rank, k), output in outputs.items():
+                assert output.eq(10.0 * rank + tags[:k].count(tags[k])).all()
+
+
+@pytest.mark.ranks(2)
+async def test_a_message_for_no_receive_comes_first() -> None:
+    async with counted(hints={"spin_us": "0"}) as (comm, _):
+        first, second = torch.empty(2), torch.empty(2)
+        if comm.rank == 0:
+            work = post(comm, first, 1, tag=1)
+            await met(comm)
+            await met(comm)
+            await work
+            assert not posted(comm)
+            await comm.recv(second, 1, tag=2)
+            assert first.eq(1).all()
+            assert second.eq(2).all()
+        else:
+            await met(comm)
+            await comm.send(torch.full((2,), 2.0), 0, tag=2)
+            await comm.send(torch.full((2,), 1.0), 0, tag=1)
+            await met(comm)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("awaited", [True, False])
+async def test_the_loop_goes_on_with_them(awaited: bool) -> None:
+    async with counted(hints={"spin_us": "0"}) as (comm, _):
+        output = torch.empty(4)
+        if comm.rank == 0:
+            work = post(comm, output, 1)
+            waiting = asyncio.ensure_future(work) if awaited else None
+            async with asyncio.timeout(30):
+                while posted(comm):
+                    await asyncio.sleep(0)
+            await met(comm)
+            async with asyncio.timeout(30):
+                while not work.done():
+                    await asyncio.sleep(0.001)
+            if waiting is not None:
+                await waiting
+            assert output.eq(7).all()
+        else:
+            await met(comm)
+            await comm.send(torch.full((4,), 7.0), 0)
+
+
+@pytest.mark.ranks(2)
+async def test_a_thread_waits_for_one() -> None:
+    async with counted(hints={"spin_us": "0"}) as (comm, _):
+        output = torch.empty(4)
+        if comm.rank == 0:
+            work = post(comm, output, 1)
+            waiting = asyncio.ensure_future(asyncio.to_thread(work.wait))
+            await met(comm)
+            await waiting
+            assert output.eq(7).all()
+        else:
+            await met(comm)
+            await comm.send(torch.full((4,), 7.0), 0)
+
+
+@pytest.mark.ranks(2)
+async def test_collectives_and_long_messages_beside_them() -> None:
+    async with counted() as (comm, _):
+        other = 1 - comm.rank
+        for nbytes in (100, 300_000, 5 << 20):
+            output, long = torch.empty(3), torch.empty(nbytes, dtype=torch.uint8)
+            short_work, long_work = comm.recv(output, other, tag=1), comm.recv(long, other, tag=2)
+            total = await comm.all_reduce(torch.ones(2))
+            sends = [comm.send(torch.full((nbytes,), 9, dtype=torch.uint8), other, tag=2)]
+            sends.append(comm.send(torch.full((3,), float(comm.rank)), other, tag=1))
+            await asyncio.gather(short_work, *sends)
+            await long_work
+            assert total.eq(2).all()
+            assert output.eq(other).all()
+            assert long.eq(9).all()
+
+
+@pytest.mark.ranks(2)
+async def test_more_than_there_is_room_for() -> None:
+    async with counted() as (comm, _):
+        other = 1 - comm.rank
+        outputs = [torch.empty(1) for _ in range(200)]
+        works = [comm.recv(output, other) for output in outputs]
+        for k in range(200):
+            comm.send(torch.full((1,), float(k)), other)
+        await asyncio.gather(*works)
+        assert [int(output) for output in outputs] == list(range(200))
+        assert [work.seq for work in works] == list(range(200))
+
+
+@pytest.mark.ranks(2)
+async def test_the_memory_stays_what_it_was_at_the_call() -> None:
+    async with counted() as (comm, _):
+        other = 1 - comm.rank
+        output = torch.zeros(4)
+        before = output.detach()
+        work = comm.recv(output, other)
+        output.data = torch.zeros(4)
+        await comm.send(torch.ones(4), other)
+        await work
+        assert before.eq(1).all()
+        assert output.eq(0).all()
+        await met(comm)
+
+        work = comm.recv(torch.zeros(4), other)  # nothing else owns the tensor
+        gc.collect()
+        await comm.send(torch.ones(4), other)
+        assert (await work).eq(1).all()
+
+
+@pytest.mark.ranks(2)
+async def test_freed_memory_breaks_the_comm() -> None:
+    comm = await new_comm("shm", timeout=30)
+    if comm.rank == 0:
+        output = torch.zeros(4)
+        work = post(comm, output, 1)
+        output.untyped_storage().resize_(0)
+        with pytest.raises(BackendError, match=r"tensor \(shape \(4,\), torch.float32\) was freed"):
+            await work
+    else:
+        with pytest.raises(BrokenError):
+            await comm.recv(torch.zeros(4), 0)
+    await comm.aclose()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sent", [torch.ones(3), torch.ones(4, dtype=torch.int32), torch.ones(100_000)])
+async def test_a_message_that_does_not_fit(sent: Tensor) -> None:
+    comm = await new_comm("shm", timeout=30)
+    if comm.rank == 0:
+        work = post(comm, torch.zeros(4), 1)
+        await met(comm)
+        with pytest.raises(CollectiveMismatchError) as found:
+            await work
+        assert "rank 0 has recv(float32[4], src=1, tag=0)" in str(found.value)
+    else:
+        await met(comm)
+        with pytest.raises(BrokenError):
+            await comm.send(sent, 0)
+            await comm.recv(torch.zeros(4), 0)
+    await comm.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_a_deadline_is_kept() -> None:
+    comm = await new_comm("shm", timeout=0.3)
+    if comm.rank == 0:
+        work = post(comm, torch.zeros(4), 1)
+        with pytest.raises(CollectiveTimeoutError) as found:
+            await work
+        assert found.value.missing == (1,)
+    else:
+        with pytest.raises(BrokenError):
+            await comm.recv(torch.zeros(4), 0, timeout=30)
+    await comm.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_an_abort_ends_them() -> None:
+    comm = await new_comm("shm", timeout=30)
+    await met(comm)
+    if comm.rank == 0:
+        work = post(comm, torch.zeros(4), 1)
+        comm.abort("enough")
+        with pytest.raises(AbortedError, match="enough"):
+            await work
+    else:
+        with pytest.raises(AbortedError):
+            await comm.recv(torch.zeros(4), 0)
+    await comm.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_the_end_of_a_rank_ends_them() -> None:
+    comm = await new_comm("shm", timeout=30)
+    if comm.rank == 0:
+        work = post(comm, torch.zeros(4), 1)
+        await comm.send(torch.ones(1), 1)
+        with pytest.raises(BackendError, match="rank 1 has closed the comm"):
+            await work
+    else:
+        await comm.recv(torch.zeros(1), 0)
+    await comm.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_a_cancelled_await_leaves_it_posted() -> None:
+    async with counted(hints={"spin_us": "0"}) as (comm, _):
+        if comm.rank == 0:
+            output = torch.zeros(4)
+            work = post(comm, output, 1)
+            waiting = asyncio.ensure_future(work)
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await met(comm)
+            await work
+            assert output.eq(1).all()
+        else:
+            await met(comm)
+            await comm.send(torch.ones(4), 0)
+
+
+@pytest.mark.ranks(2)
+async def test_errors_and_statistics_name_them() -> None:
+    async with counted(hints={"spin_us": "0"}) as (comm, _):
+        if comm.rank == 0:
+            work = post(comm, torch.zeros(4), 1, tag=3)
+            assert comm.statistics()[:3] == (1, 1, 16)
+            assert str(work.op) == "recv(float32[4], src=1, tag=3)"
+            assert work.seq == 0
+            await met(comm)
+            await work
+            assert comm.statistics()[:3] == (2, 0, 0)
+        else:
+            await met(comm)
+            await comm.send(torch.ones(4), 0, tag=3)
