@@ -106,6 +106,12 @@ def send_recv(comm: Any, n: int) -> Call:
     return ping_pong
 
 
+def ring(comm: Any, n: int) -> Call:
+    out, mine = ones(n), ones(n)
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return lambda: comm.Sendrecv(mine, following, 0, out, previous, 0)
+
+
 OPS: dict[str, Callable[[Any, int], Call]] = {
     "all_reduce": all_reduce,
     "broadcast": broadcast,
@@ -122,6 +128,7 @@ OPS: dict[str, Callable[[Any, int], Call]] = {
     "scatter": scatter,
     "barrier": barrier,
     "send_recv": send_recv,
+    "ring": ring,
 }
 
 

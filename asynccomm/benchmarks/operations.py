@@ -14,7 +14,8 @@ from asynccomm.benchmarks.parts import uneven
 from asynccomm.comm.comm import Comm
 
 SIZES = [8, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]  # bytes each rank brings
-NO_FUTURE = {"send_recv", "reduce_scatter", "reduce_scatter_single", "all_gather_object", "broadcast_object"}  # in gloo
+# operations that gloo does not finish by a future
+NO_FUTURE = {"send_recv", "ring", "reduce_scatter", "reduce_scatter_single", "all_gather_object", "broadcast_object"}
 
 # torch 2.15 warns of the older names
 _torch_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -73,6 +74,10 @@ def _bytes(n: int, rank: int, size: int) -> tuple[list[object], bytes]:
     return [b"" for _ in range(size)], bytes(4 * n)
 
 
+def _passed(n: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(n), torch.ones(n)
+
+
 async def _ping_pong(comm: Comm, out: Tensor, mine: Tensor) -> None:
     if comm.rank == 0:
         await comm.send(mine, 1)
@@ -89,6 +94,21 @@ def _ping_pong_torch(out: Tensor, mine: Tensor, async_op: bool) -> None:
     elif dist.get_rank() == 1:
         dist.recv(out, 0)
         dist.send(mine, 0)
+
+
+async def _ring(comm: Comm, out: Tensor, mine: Tensor) -> None:
+    """Each rank sends to the next one, and has posted a receive from the one before."""
+    receive = comm.recv(out, (comm.rank - 1) % comm.size)
+    await comm.send(mine, (comm.rank + 1) % comm.size)
+    await receive
+
+
+def _ring_torch(out: Tensor, mine: Tensor, async_op: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    receive, send = dist.irecv(out, (rank - 1) % size), dist.isend(mine, (rank + 1) % size)
+    for work in (send, receive):
+        assert work is not None
+        work.wait()
 
 
 OPS = {
@@ -162,7 +182,8 @@ OPS = {
             lambda o, i, a: dist.broadcast_object_list([i], 0),
         ),
         MeasuredOp("barrier", _same, lambda c, o, i: c.barrier(), lambda o, i, a: dist.barrier(async_op=a)),
-        MeasuredOp("send_recv", lambda n, r, s: (torch.empty(n), torch.ones(n)), _ping_pong, _ping_pong_torch),
+        MeasuredOp("send_recv", _passed, _ping_pong, _ping_pong_torch),
+        MeasuredOp("ring", _passed, _ring, _ring_torch),
     ]
 }
 

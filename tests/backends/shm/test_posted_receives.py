@@ -45,9 +45,10 @@ def post(comm: Comm, output: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
     return work
 
 
-async def met(comm: Comm) -> None:
-    """Wait for all ranks, without their messages or collectives in shared memory."""
+async def send_late(comm: Comm, output: Tensor, tag: int = 0) -> None:
+    """Send ones to rank 0, which has posted its receive, and calls a barrier."""
     await comm.barrier()
+    await comm.send(torch.ones_like(output), 0, tag=tag)
 
 
 @pytest.mark.ranks(2)
@@ -112,18 +113,18 @@ async def test_a_message_for_no_receive_comes_first() -> None:
         first, second = torch.empty(2), torch.empty(2)
         if comm.rank == 0:
             work = post(comm, first, 1, tag=1)
-            await met(comm)
-            await met(comm)
+            await comm.barrier()
+            await comm.barrier()
             await work
             assert not posted(comm)
             await comm.recv(second, 1, tag=2)
             assert first.eq(1).all()
             assert second.eq(2).all()
         else:
-            await met(comm)
+            await comm.barrier()
             await comm.send(torch.full((2,), 2.0), 0, tag=2)
             await comm.send(torch.full((2,), 1.0), 0, tag=1)
-            await met(comm)
+            await comm.barrier()
 
 
 @pytest.mark.ranks(2)
@@ -137,16 +138,15 @@ async def test_the_loop_goes_on_with_them(awaited: bool) -> None:
             async with asyncio.timeout(30):
                 while posted(comm):
                     await asyncio.sleep(0)
-            await met(comm)
+            await comm.barrier()
             async with asyncio.timeout(30):
                 while not work.done():
                     await asyncio.sleep(0.001)
             if waiting is not None:
                 await waiting
-            assert output.eq(7).all()
+            assert output.eq(1).all()
         else:
-            await met(comm)
-            await comm.send(torch.full((4,), 7.0), 0)
+            await send_late(comm, output)
 
 
 @pytest.mark.ranks(2)
@@ -156,12 +156,11 @@ async def test_a_thread_waits_for_one() -> None:
         if comm.rank == 0:
             work = post(comm, output, 1)
             waiting = asyncio.ensure_future(asyncio.to_thread(work.wait))
-            await met(comm)
+            await comm.barrier()
             await waiting
-            assert output.eq(7).all()
+            assert output.eq(1).all()
         else:
-            await met(comm)
-            await comm.send(torch.full((4,), 7.0), 0)
+            await send_late(comm, output)
 
 
 @pytest.mark.ranks(2)
@@ -206,7 +205,7 @@ async def test_the_memory_stays_what_it_was_at_the_call() -> None:
         await work
         assert before.eq(1).all()
         assert output.eq(0).all()
-        await met(comm)
+        await comm.barrier()
 
         work = comm.recv(torch.zeros(4), other)  # nothing else owns the tensor
         gc.collect()
@@ -235,12 +234,12 @@ async def test_a_message_that_does_not_fit(sent: Tensor) -> None:
     comm = await new_comm("shm", timeout=30)
     if comm.rank == 0:
         work = post(comm, torch.zeros(4), 1)
-        await met(comm)
+        await comm.barrier()
         with pytest.raises(CollectiveMismatchError) as found:
             await work
         assert "rank 0 has recv(float32[4], src=1, tag=0)" in str(found.value)
     else:
-        await met(comm)
+        await comm.barrier()
         with pytest.raises(BrokenError):
             await comm.send(sent, 0)
             await comm.recv(torch.zeros(4), 0)
@@ -264,7 +263,7 @@ async def test_a_deadline_is_kept() -> None:
 @pytest.mark.ranks(2)
 async def test_an_abort_ends_them() -> None:
     comm = await new_comm("shm", timeout=30)
-    await met(comm)
+    await comm.barrier()
     if comm.rank == 0:
         work = post(comm, torch.zeros(4), 1)
         comm.abort("enough")
@@ -292,20 +291,19 @@ async def test_the_end_of_a_rank_ends_them() -> None:
 @pytest.mark.ranks(2)
 async def test_a_cancelled_await_leaves_it_posted() -> None:
     async with counted(hints={"spin_us": "0"}) as (comm, _):
+        output = torch.zeros(4)
         if comm.rank == 0:
-            output = torch.zeros(4)
             work = post(comm, output, 1)
             waiting = asyncio.ensure_future(work)
             await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            await met(comm)
+            await comm.barrier()
             await work
             assert output.eq(1).all()
         else:
-            await met(comm)
-            await comm.send(torch.ones(4), 0)
+            await send_late(comm, output)
 
 
 @pytest.mark.ranks(2)
@@ -316,9 +314,8 @@ async def test_errors_and_statistics_name_them() -> None:
             assert comm.statistics()[:3] == (1, 1, 16)
             assert str(work.op) == "recv(float32[4], src=1, tag=3)"
             assert work.seq == 0
-            await met(comm)
+            await comm.barrier()
             await work
             assert comm.statistics()[:3] == (2, 0, 0)
         else:
-            await met(comm)
-            await comm.send(torch.ones(4), 0, tag=3)
+            await send_late(comm, torch.zeros(4), tag=3)
