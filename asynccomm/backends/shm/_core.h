@@ -191,8 +191,8 @@ static inline void core_begin(Run *run, uint64_t first, uint64_t code, uint64_t 
     memset(run->done, 0, (size_t)run->program->stage_count * sizeof *run->done);
 }
 
-/* WRONG: see `wrong_rank`; ASKED: Python has to map tensors (core_map) */
-enum { STUCK, MOVED, DONE, WRONG, ASKED };
+/* WRONG: see `wrong_rank`; ASKED: Python has to go on (of a run, by core_map); LATE: a message has not come */
+enum { STUCK, MOVED, DONE, WRONG, ASKED, LATE };
 
 /* in place of `wrong_step`: board.Fault */
 #define IMPOSSIBLE (UINT64_MAX - 1)

@@ -655,12 +655,13 @@ static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const A
 }
 
 /* The same for a message; NULL without an exception: it is not for this path. */
-static PyObject *send_or_receive(FastPath *f, const Entry *entry, const Tensors *tensors, const Arguments *arguments,
+static PyObject *send_or_receive(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments,
                                  PyObject *result, PyObject *site, double started)
 {
     BegunMessage begun;
     int moved = (entry->sends ? core_send_message : core_receive_message)(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0], &begun);
     if (moved == STUCK) return NULL;
+    if (moved == LATE) return core_post_receive(f, entry, tensors, arguments, result, site, started);
     if (moved == DONE) return finish(f, entry, result, site, started);
     f->state->adopting = 1; /* no thread looks at frames until Python knows of the message */
     return adopted(f, NULL, &begun, arguments, result, site, started);
@@ -684,8 +685,7 @@ static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, 
     else may = !entry->program || !core_prepare(f, entry) ? core_may_send(f) : -1;
     if (may > 0 && !queue) {
         if (entry->program) *work = send(f, entry, tensors, arguments, result, site, started);
-        else if (!(*work = send_or_receive(f, entry, tensors, arguments, result, site, started)) && !PyErr_Occurred())
-            may = !entry->sends && core_post_receive(f, entry, tensors, arguments, result, site, started, work);
+        else if (!(*work = send_or_receive(f, entry, tensors, arguments, result, site, started)) && !PyErr_Occurred()) may = 0;
         core_unlock(f->lock);
     }
     core_release_entry(entry);

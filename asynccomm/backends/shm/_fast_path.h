@@ -239,7 +239,8 @@ void core_break_comm(FastPath *f);
 int core_receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame, const char *payload,
                        char *data, uint64_t nbytes);
 
-/* Send or receive a message: DONE; STUCK: it is not for this path; MOVED: it has begun as `begun`, and Python adopts it. */
+/* Send or receive a message: DONE; STUCK: it is not for this path; MOVED: it has begun as `begun`, and Python adopts it;
+ * LATE: it may be posted. */
 int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
 int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
 
@@ -248,9 +249,9 @@ int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint
 /* Whether receives from a peer are posted here, and wait for messages; or from any peer, for -1. */
 int core_has_posted(const FastPath *f, int peer);
 
-/* Post a receive: 1 with its Work or an exception, 0: it is not for this path. The comm's lock is held. */
-int core_post_receive(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
-                      PyObject *site, double started, PyObject **work);
+/* Post a receive: its Work; NULL: it is not for this path, or an exception. The comm's lock is held. */
+PyObject *core_post_receive(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
+                            PyObject *site, double started);
 
 /* before_await(work), before_block(work): a Driver of Works */
 PyObject *FastPath_before_await(PyObject *self, PyObject *work);

@@ -57,10 +57,11 @@ static int stream(const FastPath *f, Transfer *t)
     }
 }
 
-/* The next frame from a peer, after a spin if `waits`; NULL if none has come, or it is corrupt. */
+/* The next frame from a peer, after a spin if `waits`; NULL if it is corrupt, or if none has come: its kind is 0 then. */
 static const char *awaited(const FastPath *f, LinkState *link, Ring *ring, int waits, Frame *frame)
 {
     Spin spin = {0, 0, 0};
+    frame->kind = 0;
     while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
         if (!waits || !core_goes_on(f, f->state->message_wait, &spin)) return NULL;
     return next_frame(f->segment, link, ring, frame);
@@ -123,8 +124,10 @@ int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint
     Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
     Frame frame;
     note_pending(f);
-    if (f->state->messages || f->state->kept || link->gone || core_has_posted(f, entry->peer)) return STUCK;
+    if (f->state->messages || f->state->kept || link->gone) return STUCK;
+    if (core_has_posted(f, entry->peer)) return LATE; /* its message is behind theirs */
     const char *payload = awaited(f, link, ring, !f->state->receives_ahead, &frame);
+    if (!payload && !frame.kind) return LATE;
     if (!payload || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel)
         return STUCK; /* a corrupt frame, too: the ordinary path has the error */
     if (frame.kind == SHORT) return core_receive_short(f, entry, link, ring, &frame, payload, data, nbytes);

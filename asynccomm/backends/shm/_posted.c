@@ -21,16 +21,13 @@ int core_has_posted(const FastPath *f, int peer)
 
 /* ---- posting ------------------------------------------------------------------------------------------------------ */
 
-/* Whether a receive may wait here: Python would not find its message, either. Runs no Python code. */
+/* Whether a receive may wait here. Runs no Python code. */
 static int may_wait(const FastPath *f, const Entry *entry)
 {
     const RankPosition *state = f->state;
-    const LinkState *link = f->segment->links[entry->peer];
-    Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
-    if (state->dead || state->adopting || state->messages || state->kept || link->gone) return 0;
+    if (state->dead || state->adopting || state->messages || state->kept || f->segment->links[entry->peer]->gone) return 0;
     if (f->counts->closed || f->counts->detours || f->counts->noted_calls || entry->size > f->short_bytes) return 0;
-    if (f->driver == Py_None || PyList_Size(state->posted) >= MOST_POSTED) return 0;
-    return core_has_posted(f, entry->peer) || atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail;
+    return f->driver != Py_None && PyList_Size(state->posted) < MOST_POSTED;
 }
 
 /* Number a receive and enter it in the lists; -1 with an exception. */
@@ -50,26 +47,24 @@ static int enter(FastPath *f, const Entry *entry, HeldCall *held)
     return 0;
 }
 
-int core_post_receive(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
-                      PyObject *site, double started, PyObject **work)
+PyObject *core_post_receive(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
+                            PyObject *site, double started)
 {
-    int in_loop = core_is_in_loop(f);
-    if (in_loop <= 0) return in_loop < 0;
-    if (!may_wait(f, entry)) return 0;
+    PyObject *work = NULL;
+    if (core_is_in_loop(f) <= 0 || !may_wait(f, entry)) return NULL;
     HeldCall *held = core_new_held(f, entry, tensors, arguments);
     if (!held || core_give_work(f, held, (PyObject *)f, result, site, started)) {
         Py_XDECREF((PyObject *)held);
-        return 1;
+        return NULL;
     }
-    int may = may_wait(f, entry); /* Python code has run meanwhile */
-    if (may && !enter(f, entry, held)) {
+    if (may_wait(f, entry) && !enter(f, entry, held)) { /* Python code has run meanwhile */
         PyObject *none = PyObject_CallNoArgs(f->arm);
         Py_XDECREF(none);
-        if (none) *work = (PyObject *)held->work, Py_INCREF(*work);
+        if (none) work = (PyObject *)held->work, Py_INCREF(work);
         else core_break_comm(f); /* the event loop would never look for it */
     }
     Py_DECREF((PyObject *)held);
-    return may;
+    return work;
 }
 
 /* ---- receiving ---------------------------------------------------------------------------------------------------- */

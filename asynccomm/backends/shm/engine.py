@@ -211,7 +211,8 @@ class Engine:
             self._loop.call_soon(self._arm)
             return
         self._arming = self._arming_again = False
-        self._drive()
+        if self._position.posted or self._queue or self._messages.pending or self._inbox:  # else C has done all of it
+            self._drive()
 
     # -- driving ------------------------------------------------------------------------------------------------------
 

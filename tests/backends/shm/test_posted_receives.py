@@ -128,6 +128,32 @@ async def test_a_message_for_no_receive_comes_first() -> None:
 
 
 @pytest.mark.ranks(2)
+async def test_the_loop_leaves_messages_to_c_when_nothing_is_pending() -> None:
+    """Python would keep them, and have to take their receives."""
+    async with counted() as (comm, _):
+        position = comm.unsafe_get_backend()._engine._position  # type: ignore[attr-defined]
+        fast = 0
+        for _ in range(100):
+            outputs = [torch.empty(1), torch.empty(1)]
+            if comm.rank == 0:
+                first = comm.recv(outputs[0], 1)
+            await comm.barrier()
+            if comm.rank == 1:
+                for k in range(2):
+                    await comm.send(torch.full((1,), float(k)), 0)
+            await comm.barrier()
+            if comm.rank == 0:
+                await first
+                for _ in range(4):
+                    await asyncio.sleep(0)
+                assert position.kept <= 1
+                fast += position.kept == 0
+                await comm.recv(outputs[1], 1)
+                assert [int(output) for output in outputs] == [0, 1]
+        assert comm.rank == 1 or fast > 0, "all of them were late"
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("awaited", [True, False])
 async def test_the_loop_goes_on_with_them(awaited: bool) -> None:
     async with counted(hints={"spin_us": "0"}) as (comm, _):
