@@ -785,7 +785,7 @@ static PyMemberDef state_members[] = {
     NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(number), NUMBER(messages), NUMBER(kept),
     {"collective_wait", T_DOUBLE, offsetof(RankPosition, collective_wait), 0, NULL},
     {"message_wait", T_DOUBLE, offsetof(RankPosition, message_wait), 0, NULL}, {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL},
-    {"posted", T_OBJECT, offsetof(RankPosition, posted), 0, NULL},
+    {"posted", T_OBJECT, offsetof(RankPosition, posted), READONLY, NULL},
     {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {"adopting", T_BOOL, offsetof(RankPosition, adopting), 0, NULL},
     {"receives_ahead", T_BOOL, offsetof(RankPosition, receives_ahead), 0, NULL},
     {NULL, 0, 0, 0, NULL}};

@@ -144,6 +144,7 @@ typedef struct {
     PyTypeObject *work_type;
     PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *passed_files, *notes, *note, *profiler, *driven, *queue, *inbox;
     PyObject *driver, *arm; /* of receives: the backend; called when one is posted */
+    PyObject *waited;       /* a set: the Works that threads wait for, which Python drives */
     CallLog *recent;
     ReentrantLock *lock;
     DLPackTable *table;

@@ -105,7 +105,7 @@ static int receive_long(const FastPath *f, const Entry *entry, LinkState *link, 
 /* A program that calls messages while others are pending does not await its receives next: waiting in them is in vain. */
 static void note_pending(const FastPath *f)
 {
-    if (f->state->messages || core_has_posted(f, -1)) f->state->receives_ahead = 1; /* until the engine sees that it awaits one next */
+    if (f->state->messages || core_has_posted(f, -1)) f->state->receives_ahead = 1; /* until it awaits one next */
 }
 
 int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)

@@ -10,9 +10,11 @@ enum { MOST_POSTED = 64 };
 
 static HeldCall *posted_at(const FastPath *f, Py_ssize_t k) { return (HeldCall *)PyList_GetItem(f->state->posted, k); }
 
+static Py_ssize_t posted_count(const FastPath *f) { return f->state->posted ? PyList_Size(f->state->posted) : 0; }
+
 int core_has_posted(const FastPath *f, int peer)
 {
-    Py_ssize_t count = PyList_Size(f->state->posted);
+    Py_ssize_t count = posted_count(f);
     if (peer < 0) return count > 0;
     for (Py_ssize_t k = 0; k < count; k++)
         if (posted_at(f, k)->entry->peer == peer) return 1;
@@ -27,7 +29,7 @@ static int may_wait(const FastPath *f, const Entry *entry)
     const RankPosition *state = f->state;
     if (state->dead || state->adopting || state->messages || state->kept || f->segment->links[entry->peer]->gone) return 0;
     if (f->counts->closed || f->counts->detours || f->counts->noted_calls || entry->size > f->short_bytes) return 0;
-    return f->driver != Py_None && PyList_Size(state->posted) < MOST_POSTED;
+    return f->driver != Py_None && state->posted && posted_count(f) < MOST_POSTED;
 }
 
 /* Number a receive and enter it in the lists; -1 with an exception. */
@@ -75,8 +77,9 @@ static int settle(FastPath *f, HeldCall *held)
     held->work->source = PyLong_FromLong(held->entry->peer);
     PyObject *settled = held->work->source ? PyObject_CallMethod((PyObject *)held->work, "settle", NULL) : NULL;
     Py_XDECREF(settled);
-    if (!settled) core_break_comm(f);
-    return settled ? 0 : -1;
+    int failed = !settled || PySet_Discard(f->waited, (PyObject *)held->work) < 0;
+    if (failed) core_break_comm(f);
+    return failed ? -1 : 0;
 }
 
 /* Receive the next message of a peer: DONE; ASKED: Python has to; -1 with an exception. */
@@ -87,7 +90,7 @@ static int receive_from(FastPath *f, int peer)
     Frame frame;
     const char *payload = next_frame(f->segment, link, ring, &frame);
     if (!payload) return ASKED; /* the ring is corrupt */
-    for (Py_ssize_t k = 0; k < PyList_Size(f->state->posted); k++) {
+    for (Py_ssize_t k = 0; k < posted_count(f); k++) {
         HeldCall *held = posted_at(f, k);
         const Held *tensor = &held->tensors[0];
         if (held->entry->peer != peer || held->entry->tag != frame.tag) continue;
@@ -107,8 +110,8 @@ static int receive_from(FastPath *f, int peer)
 /* Receive one message: DONE; STUCK: none has come; ASKED: Python has to; -1 with an exception. */
 static int receive_one(FastPath *f)
 {
-    if (f->state->messages || f->state->kept || f->state->dead) return ASKED;
-    for (Py_ssize_t k = 0; k < PyList_Size(f->state->posted); k++) {
+    if (f->state->messages || f->state->kept || f->state->dead || PySet_Size(f->waited)) return ASKED;
+    for (Py_ssize_t k = 0; k < posted_count(f); k++) {
         int peer = posted_at(f, k)->entry->peer;
         Ring *ring = ring_of(f->segment, peer, f->segment->rank);
         if (atomic_load_explicit(&ring->head, memory_order_acquire) != f->segment->links[peer]->tail) return receive_from(f, peer);

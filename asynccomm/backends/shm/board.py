@@ -74,7 +74,8 @@ class RankPosition:
         self.messages: int = 0  #: point-to-point operations that are pending
         self.posted: list[HeldCall] = []  #: receives that only the fast path knows of, in their order
         self.kept: int = 0  #: messages that have arrived, and that no receive was posted for
-        #: seconds that the last small collective, and message, that C did not end has waited (``spinning.waited``)
+        #: seconds that the last small collective that C did not end has waited, and the last message that C did not end
+        #: in its call (``spinning.waited``)
         self.collective_wait: float = 0.0
         self.message_wait: float = 0.0
         self.dead: bool = False  #: nothing is submitted any more

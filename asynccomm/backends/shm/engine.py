@@ -160,7 +160,9 @@ class Engine:
         self._counts, self._received = calls.counts, calls.received
         limits = Limits(self.inline_bytes, self._whole_bytes, self.patience)
         queues = self._queue, self._inbox
-        return fast_path(self._executor, calls, limits, self._lock.locked, self.failed, self._arm_soon, *queues)
+        return fast_path(
+            self._executor, calls, limits, self._lock.locked, self.failed, self._arm_soon, self._waited, *queues
+        )
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if the last wait was short."""
@@ -206,7 +208,8 @@ class Engine:
             self._loop.call_soon(self._arm)
 
     def _arm(self) -> None:
-        if self._position.posted and not self._arming_again:  # tasks that are about to await them run first
+        # of tasks that await posted receives, as those of gather() do, the first steps run before the second call
+        if self._position.posted and not self._arming_again:
             self._arming_again = True
             self._loop.call_soon(self._arm)
             return
@@ -336,8 +339,13 @@ class Engine:
         return moved and not self._position.dead
 
     def _take_posted(self) -> None:
-        """Submit the receives that the fast path has posted."""
-        posted, self._position.posted = self._position.posted, []
+        """Submit the receives that the fast path has posted.
+
+        While the lock is held, the fast path does not look at messages; so this comes before anything that does. If
+        there are posted receives without a lock, a call of ``_arm`` is on its way.
+        """
+        posted = self._position.posted[:]
+        self._position.posted.clear()
         assert self._received is not None
         for held in posted:
             if not held.work.done():  # else the comm has failed
@@ -502,8 +510,6 @@ class Engine:
         if self._position.dead or not self._lock.acquire(timeout=LOCK_SECONDS):
             return []
         try:
-            if self._position.posted:
-                self._take_posted()
             self._messages.progress()
             return self._messages.unreceived()
         finally:
@@ -540,7 +546,7 @@ class Engine:
     def _drop(self) -> None:
         self._inbox.clear()
         self._queue.clear()
-        self._position.posted = []
+        self._position.posted.clear()
         self._current = None
         self._messages.drop()
         self._grown.clear()

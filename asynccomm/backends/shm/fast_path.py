@@ -73,6 +73,7 @@ def fast_path(
     driven: Callable[[], bool],
     broken: Callable[[BaseException], object],
     arm: Callable[[], object],
+    waited: set[Work[Any]],
     *queues: Sequence[Any],
 ) -> FastCalls | None:
     """The fast path of the calls of a comm; None without the executor in C, or if torch shows it no tensors.
@@ -81,6 +82,7 @@ def fast_path(
         driven: whether a thread drives the engine.
         broken: called with an exception that leaves an operation half done.
         arm: called on the loop when a receive has been posted, for the engine to take it over soon.
+        waited: the Works that threads wait for.
         queues: operations that must be done before.
     """
     states = load("asynccomm.core._work")
@@ -112,7 +114,7 @@ def fast_path(
         vars(profiler),
         calls.lock,
         driven,
-        (calls.driver, arm),
+        (calls.driver, arm, waited),
         *queues,
         Tensor,
         Parameter,

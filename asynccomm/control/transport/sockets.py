@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Final, final
 
+import anyio
 import anyio.to_thread
 from msgspec.structs import replace
 
@@ -70,7 +71,8 @@ async def connect_in_turn(sock: socket.socket, address: str) -> None:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _FOREVER)
 
     try:
-        await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)
+        # a limiter of its own: other work of this loop in threads may be needed for the backlog to get shorter
+        await anyio.to_thread.run_sync(wait, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
     finally:
         given_up = True
         if not begun:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -187,6 +189,27 @@ async def test_a_thread_waits_for_one() -> None:
             assert output.eq(1).all()
         else:
             await send_late(comm, output)
+
+
+@pytest.mark.ranks(2)
+async def test_a_thread_and_a_task_wait_for_one() -> None:
+    """The thread begins to wait while the engine is busy, and cannot have it take the receive over."""
+    async with counted() as (comm, _):
+        if comm.rank == 0:
+            engine: Any = comm.unsafe_get_backend()._engine  # type: ignore[attr-defined]
+            work = post(comm, torch.zeros(4), 1)
+            engine._lock.acquire()
+            waiting = threading.Thread(target=work.wait)
+            waiting.start()
+            while work not in engine._waited:
+                time.sleep(0.001)  # the loop must not run
+            engine._lock.release()
+            await comm.barrier()
+            await work
+            await asyncio.to_thread(waiting.join)
+            assert not engine._waited
+        else:
+            await send_late(comm, torch.zeros(4))
 
 
 @pytest.mark.ranks(2)

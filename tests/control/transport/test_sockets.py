@@ -196,7 +196,7 @@ async def test_a_cancelled_wait_for_a_backlog_leaves_no_thread_in_it(
     ended = threading.Event()
     real = module.anyio.to_thread.run_sync
 
-    async def run_sync(function: Callable[[], None], **options: bool) -> None:
+    async def run_sync(function: Callable[[], None], **options: Any) -> None:
         def run() -> None:
             try:
                 function()
@@ -229,3 +229,15 @@ async def test_a_wait_for_a_backlog_that_is_cancelled_at_once_leaves_no_descript
         with pytest.raises(asyncio.CancelledError):
             await task
     assert descriptors() <= held
+
+
+async def test_waits_for_a_backlog_leave_threads_to_others(full: tuple[socket.socket, str]) -> None:
+    listener, address = full
+    socks = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(50)]  # more than AnyIO's usual limit
+    waiting = [asyncio.ensure_future(connect_in_turn(sock, address)) for sock in socks]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(module.anyio.to_thread.run_sync(lambda: 7), 20) == 7
+    listener.close()
+    assert all(isinstance(error, OSError) for error in await asyncio.gather(*waiting, return_exceptions=True))
+    for sock in socks:
+        sock.close()
