@@ -433,7 +433,7 @@ def test_a_killed_rank_is_named_on_every_pending_work(tmp_path: Path) -> None:
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("lost")]
     assert [words[1] for words in lines] == ["1"] * 6, done.stdout + done.stderr
     # the bar is 100 ms; a machine that is busy with tests gets more
-    assert max(float(words[3]) for words in lines) < 1.0, lines
+    assert max(float(words[3]) for words in lines) < 2.0, lines
     assert _entries() == before
 
 
