@@ -1,7 +1,7 @@
 /* Messages from call to result, as endpoint.py has them: a short one in one frame, a long one by OFFER, CLEAR and DATA.
  *
  * They take this path while no other message of the comm is pending. Every wait is a spin; when it is over, Python adopts a
- * long message as it is, and a short one has not begun.
+ * long message as it is, and a short one has not begun; its receive may be posted (_posted.c).
  */
 #include "_fast_path.h"
 
@@ -22,11 +22,17 @@ static int send_short(const FastPath *f, const Entry *entry, LinkState *link, Ri
     return DONE;
 }
 
+/* Whether a frame begins the message that `entry` receives. */
+static int is_for(const Entry *entry, const Frame *frame)
+{
+    return frame->tag == entry->tag && frame->extra == entry->code && frame->length == entry->numel;
+}
+
 int core_receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame, const char *payload,
                        char *data, uint64_t nbytes)
 {
-    if (frame->kind != SHORT || frame->tag != entry->tag || frame->extra != entry->code || frame->length != entry->numel) return STUCK;
-    if (frame->nbytes != nbytes || link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring) return STUCK;
+    if (frame->kind != SHORT || !is_for(entry, frame) || frame->nbytes != nbytes) return STUCK;
+    if (link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring) return STUCK;
     memcpy(data, payload, nbytes);
     link->came += framed(nbytes), link->matched += framed(nbytes);
     atomic_store_explicit(&ring->matched, link->matched, memory_order_release);
@@ -127,9 +133,8 @@ int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint
     if (f->state->messages || f->state->kept || link->gone) return STUCK;
     if (core_has_posted(f, entry->peer)) return LATE; /* its message is behind theirs */
     const char *payload = awaited(f, link, ring, !f->state->receives_ahead, &frame);
-    if (!payload && !frame.kind) return LATE;
-    if (!payload || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel)
-        return STUCK; /* a corrupt frame, too: the ordinary path has the error */
+    if (!payload) return frame.kind ? STUCK : LATE; /* corrupt: the ordinary path has the error */
     if (frame.kind == SHORT) return core_receive_short(f, entry, link, ring, &frame, payload, data, nbytes);
-    return frame.kind == OFFER && nbytes && !core_has_posted(f, -1) ? receive_long(f, entry, link, ring, &frame, data, nbytes, begun) : STUCK;
+    if (frame.kind != OFFER || !is_for(entry, &frame) || !nbytes || core_has_posted(f, -1)) return STUCK;
+    return receive_long(f, entry, link, ring, &frame, data, nbytes, begun);
 }
