@@ -79,6 +79,16 @@ def test_ctrl_c_ends_it_as_a_signal_does() -> None:
     assert done.stderr.endswith("KeyboardInterrupt\n")
 
 
+@pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.SIG_DFL])
+def test_sighup_is_ignored_where_the_caller_ignores_it(disposition: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGHUP, disposition)
+    try:
+        ended = python("import signal; print(signal.getsignal(signal.SIGHUP).name)")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.stdout == disposition.name + "\n", ended.stderr
+
+
 def test_input_sessions_and_descriptors() -> None:
     theirs, ours = os.pipe()
     code = f"import os; os.write({ours}, b'here'); print(sys.stdin.read(), os.getsid(0) == os.getpid())"

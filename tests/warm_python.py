@@ -96,6 +96,7 @@ class _Order(NamedTuple):
     session: bool  #: a session of its own
     finalize: bool  #: at the end, as an interpreter does
     worker: bool  #: of xdist, in the run of pytest that orders
+    hangup: bool  #: SIGHUP is not ignored, as it is under nohup
     prepare: tuple[str, bytes, tuple[Any, ...]] | None  #: of preexec_fn: its module, code and closure
 
 
@@ -171,9 +172,8 @@ def _order(call: Mapping[str, Any]) -> _Order | None:
         values = tuple(cell.cell_contents for cell in function.__closure__ or ())
         prepare = function.__module__, marshal.dumps(function.__code__), values
     numbers = (0, 1, 2, *call["pass_fds"])
-    return _Order(
-        arguments, environment, directory, numbers, bool(call["start_new_session"]), _finalize, _workers, prepare
-    )
+    session, hangup = bool(call["start_new_session"]), signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return _Order(arguments, environment, directory, numbers, session, _finalize, _workers, hangup, prepare)
 
 
 def _start(order: _Order, descriptors: Sequence[int]) -> int:
@@ -278,6 +278,7 @@ def _prepare(order: _Order) -> None:
     """The part that subprocess does before its Popen returns: a caller may at once signal the child's group."""
     if order.session:
         os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL if order.hangup else signal.SIG_IGN)
     if order.prepare is not None:
         module, code, values = order.prepare
         cells = tuple(map(types.CellType, values))
