@@ -28,7 +28,7 @@ from torch import distributed as dist
 
 from asynccomm.backends.addresses import LOOPBACK, advice, choose_address, several_networks
 from asynccomm.backends.base import Backend, BackendContext, BackendWindow, RankInfo, Submission
-from asynccomm.backends.gloo.collectives import GlooCollectives
+from asynccomm.backends.gloo.collectives import BegunReduce, GlooCollectives
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.frames import CarriedReduce
@@ -181,6 +181,14 @@ class GlooBackend(Backend):
     ) -> bool:
         """Begin a small all_reduce without a submission: see ``GlooCollectives.exchange``."""
         return self._collectives.exchange(kind, tensor, number, describe, over)
+
+    def reduce_now(self, kind: CarriedReduce, tensor: Tensor, number: int) -> BegunReduce | bool:
+        """Carry out a small all_reduce without a submission: see ``GlooCollectives.reduce_now``."""
+        return self._collectives.reduce_now(kind, tensor, number)
+
+    def go_on(self, begun: BegunReduce, describe: Callable[[], Submission], over: Callable[[], object]) -> None:
+        """Go on with an all_reduce: see ``GlooCollectives.go_on``."""
+        self._collectives.go_on(begun, describe, over)
 
     def before_await(self, work: Work[Any]) -> None:
         self._p2p.spin(work)

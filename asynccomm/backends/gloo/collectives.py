@@ -27,10 +27,11 @@ reads the groups under a lock that ``close`` acquires before it drops them.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ from asynccomm.backends.gloo.frames import CarriedReduce, Frame, complete, headi
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.gloo.links import Buffer
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
-from asynccomm.backends.gloo.p2p import conclude
+from asynccomm.backends.gloo.p2p import SPIN_SECONDS, conclude
 from asynccomm.backends.gloo.packing import chains_of, is_divided
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.predictions import Predictor
@@ -53,6 +54,7 @@ from asynccomm.backends.gloo.torch_gloo import GlooGroups
 from asynccomm.backends.gloo.transfers import run
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.latch import Latch
+from asynccomm.backends.spinning import SHORT_WAIT_SECONDS, waited
 from asynccomm.errors import BackendError
 from asynccomm.ops import Parcels
 
@@ -81,6 +83,16 @@ class _Started:
         self.heading = heading
         self.announced = True
         self.latch: Latch | None = None
+
+
+class BegunReduce(NamedTuple):
+    """An all_reduce that ``GlooCollectives.reduce_now`` has begun, at the time ``began`` of ``time.monotonic``."""
+
+    kind: CarriedReduce
+    tensor: Tensor
+    beginning: bytes
+    began: float
+    started: _Started
 
 
 @final
@@ -119,6 +131,7 @@ class GlooCollectives:
         self._ended = False
         self._disputed = False
         self._predictor = Predictor()
+        self._waited = 0.0  # seconds that the last exchange has waited for other ranks
         self._alarms = Alarms(gloos.frames, name, rank, size, self._alarmed)
         self._order = threading.Lock()  # guards the fields below, and is held while a frame is handed to gloo
         self._places = 0  # number of collectives so far
@@ -151,23 +164,67 @@ class GlooCollectives:
             describe: makes the submission, if it is needed for an error.
             over: called when the all_reduce is done, on any thread.
         """
-        prediction = self._predictor.predict()
-        alarming = prediction is not None and prediction.needs_every_rank
-        if alarming or self._ended or self._in_flight.holds_back:
+        if not self._may_exchange():
             return False
         self._predictor.record(kind.heading, needs_every_rank=False)
         frame = Frame(self._rank, self._size)
         with self._order:
-            started = _Started(_UNDESCRIBED, over, self._places, kind.heading)
-            frame.fill_with(tensor, started.place, number, kind.heading)
-            self._places += 1
-            self._alarms_ahead.discard(started.place)
+            started = self._next_place(kind, over)
+            frame.fill_with(tensor, kind.beginning(started.place, number))
             self._queue.append(started)
-            self._last_frame = started.place
             done = partial(self._exchanged, started, frame, kind, tensor, describe)
             self._frame_exchange.begin(frame, done)
         self._frame_exchange.settle()
         return True
+
+    def reduce_now(self, kind: CarriedReduce, tensor: Tensor, number: int) -> BegunReduce | bool:
+        """Begin an all_reduce as ``exchange`` does, and carry it out on this thread, if the other ranks call it soon.
+
+        Returns: True: it is done; False: nothing was done; otherwise the caller next calls ``go_on``.
+        """
+        if self._queue or self._without_frame or not self._may_exchange():
+            return False
+        began = time.monotonic()
+        seconds = SPIN_SECONDS if self._waited <= SHORT_WAIT_SECONDS else 0.0
+        with self._order:
+            beginning = kind.beginning(self._places, number)
+            done = self._frame_exchange.reduce(beginning, tensor, kind.kernel, seconds)
+            if done is None:
+                return False
+            self._predictor.record(kind.heading, needs_every_rank=False)
+            started = self._next_place(kind, _unset)
+            if done:
+                self._waited = 0.0
+                return True
+            self._queue.append(started)
+        return BegunReduce(kind, tensor, beginning, began, started)
+
+    def go_on(self, begun: BegunReduce, describe: Callable[[], Submission], over: Over) -> None:
+        """Go on with an all_reduce that ``reduce_now`` has begun; the arguments are those of ``exchange``."""
+        frame = Frame(self._rank, self._size)
+        frame.fill_with(begun.tensor, begun.beginning)
+        begun.started.over = partial(self._waited_for, begun.began, over)
+        done = partial(self._exchanged, begun.started, frame, begun.kind, begun.tensor, describe)
+        self._frame_exchange.go_on(frame, done)
+        self._frame_exchange.settle()
+
+    def _waited_for(self, began: float, over: Over) -> None:
+        self._waited = waited(began)
+        over()
+
+    def _may_exchange(self) -> bool:
+        """Whether the next collective may be an exchange. Under the comm's lock."""
+        prediction = self._predictor.predict()
+        alarming = prediction is not None and prediction.needs_every_rank
+        return not (alarming or self._ended or self._in_flight.holds_back)
+
+    def _next_place(self, kind: CarriedReduce, over: Over) -> _Started:
+        """Take the next place for an exchange. Under ``_order``."""
+        started = _Started(_UNDESCRIBED, over, self._places, kind.heading)
+        self._places += 1
+        self._alarms_ahead.discard(started.place)
+        self._last_frame = started.place
+        return started
 
     def _exchanged(
         self,
@@ -399,6 +456,10 @@ class GlooCollectives:
             _transferred([future.value, *steps], over, fail)
 
         work.get_future().add_done_callback(done)
+
+
+def _unset() -> None:
+    raise AssertionError("an exchange has ended before it was known how to settle it")
 
 
 def _transferred(steps: Sequence[Callable[[], object]], over: Over, fail: Callable[[Exception], object]) -> None:

@@ -96,6 +96,8 @@ class Endpoint:
         self._arrived: Callable[[MessageLink, Header], object] = _unused
         self._gone: Callable[[int, str], object] = _unused
         self._settle: Callable[[], object] = _unused
+        #: called ahead of each read of a link, under the lock: it may ``feed`` what it has read itself
+        self.before_read: Callable[[], object] = _unused
         self._links: dict[int, MessageLink] = {}  # by descriptor
         self._strangers: dict[MessageLink, float] = {}  # links without a token yet, with their deadlines
         self._outbound: dict[int, MessageLink] = {}  # by rank
@@ -167,6 +169,28 @@ class Endpoint:
             if link.pending:
                 self._watch(link)
                 self._note_bulk(link)
+
+    def source(self, peer: int) -> int | None:
+        """The descriptor on which the next frame of ``peer`` begins; None: a part of it was read. Under the lock."""
+        link = self._inbound.get(peer)
+        return link.fd if link is not None and link.fd in self._links and not link.receiving else None
+
+    def sink(self, peer: int) -> int | None:
+        """The descriptor for the next frame to ``peer``; None: there is none, or data waits for it. Under the lock."""
+        link = self._outbound.get(peer)
+        return link.fd if link is not None and link.fd in self._links and not link.pending else None
+
+    def note_use(self) -> None:
+        """Note that another reader than the thread uses the sockets. Under the lock."""
+        self._turns += 1
+        self._late = False
+
+    def feed(self, peer: int, data: bytes) -> None:
+        """Use data from the descriptor of ``source`` that was read elsewhere. Under the lock."""
+        link = self._inbound[peer]
+        if link.fd in self._links:
+            link.feed(data)
+            self._note_bulk(link)
 
     def flush(self, link: MessageLink) -> None:
         """Write the queued data of ``link``. Under the lock."""
@@ -292,6 +316,7 @@ class Endpoint:
 
     def _read(self, link: MessageLink) -> bool:
         """Read once. Returns whether something has come."""
+        self.before_read()
         try:
             came = link.read()
         except (EOFError, OSError) as exc:
@@ -324,8 +349,7 @@ class Endpoint:
         with self.lock:
             if self._ended:
                 return
-            self._turns += 1
-            self._late = False
+            self.note_use()
             self._serve()
         self._settle()
 
@@ -358,8 +382,7 @@ class Endpoint:
                 with self.lock:
                     if self._ended:
                         return
-                    self._turns += 1
-                    self._late = False
+                    self.note_use()
                     self._serve()
                 self._settle()
                 if done():

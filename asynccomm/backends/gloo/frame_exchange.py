@@ -3,23 +3,38 @@
 Frames use the sockets of messages, where a waiting task reads by itself; gloo would need two more threads. An
 exchange is over when the frames of all ranks have arrived, and the sockets have taken this rank's own: a process may
 end right behind a collective. Exchanges end in order, one at a time.
+
+A task that waits reads the frames in C (``_frames.c``), if that was built and nothing else is under way on their
+sockets. Whatever else has come is given to the links of the sockets, which read it as if it came then.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import Tensor
 
 from asynccomm.backends.gloo.endpoint import Endpoint
-from asynccomm.backends.gloo.frames import Frame
-from asynccomm.backends.gloo.links import MessageLink
+from asynccomm.backends.gloo.frames import LONGEST, Frame
+from asynccomm.backends.gloo.links import MessageLink, copied
 from asynccomm.backends.gloo.messages import Header, Kind
+from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.errors import BackendError
 
 JOINED: Final = 4 << 10  # bytes of a frame that is copied behind its header: two parts cost the system call as much
+
+# results in C: the frames of all ranks have come; they have been reduced; a socket has not taken this rank's
+_ALL: Final = 1
+_REDUCED: Final = 3
+_UNSENT: Final = 4
+
+_core: Final[Any] = load("asynccomm.backends.gloo._frames")
 
 Done: TypeAlias = Callable[[Exception | None], object]
 
@@ -29,6 +44,7 @@ class FrameExchange:
     """The frames of one rank and those that have arrived from the others."""
 
     def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
         self._others = [(rank + i) % size for i in range(1, size)]
         self._endpoint: Endpoint | None = None
         self._lock = threading.Lock()  # the endpoint's, once there is one; guards the fields below
@@ -39,10 +55,15 @@ class FrameExchange:
         self._over: deque[Callable[[], object]] = deque()
         self._running = threading.Lock()  # held by the thread that reports the exchanges that are over
         self._reporter = 0  # that thread
+        self._reader: Any = None  # in C, of the frames of ``_others``
+        self._guess = 0  # bytes of this rank's last frame: the others are probably as long
 
     def open(self, endpoint: Endpoint) -> None:
         """Use the sockets of ``endpoint``."""
         self._endpoint, self._lock = endpoint, endpoint.lock
+        if not isinstance(_core, CoreUnavailable):
+            self._reader = _core.FrameReader(len(self._others), LONGEST)
+            endpoint.before_read = self._give_back
 
     def begin(self, frame: Frame, done: Done) -> None:
         """Send ``frame``. ``done`` is called in ``settle`` when the frames of all ranks are in ``frame``, or failed."""
@@ -54,12 +75,112 @@ class FrameExchange:
                     link = endpoint.link_to(peer)
                     if link is not None:
                         data = frame.packed(peer)
+                        self._guess = len(data)
                         header = Header(Kind.FRAME, first=len(data)).pack()
                         endpoint.send(link, *((header + data,) if len(data) <= JOINED else (header, data)))
-                        if link.pending and peer not in self._gone:
-                            self._unsent[peer] += 1
-                            link.put(done=partial(self._sent, link))
+                        self._note_unsent(link)
             self._advance()
+
+    def _note_unsent(self, link: MessageLink) -> None:
+        """Have exchanges wait until the socket has taken a frame that was sent on ``link``. Under the lock."""
+        if link.pending and link.peer not in self._gone:
+            self._unsent[link.peer] += 1
+            link.put(done=partial(self._sent, link))
+
+    def reduce(self, beginning: bytes, tensor: Tensor, kernel: tuple[int, int], seconds: float) -> bool | None:
+        """Send a frame of ``beginning`` and the memory of ``tensor``, and reduce those of all ranks into it, in C.
+
+        Waits for them at most ``seconds``. Not while another thread may call ``begin``.
+
+        Returns: whether ``tensor`` has the result: if not, the caller next calls ``go_on``; None: nothing was done.
+        """
+        reader, endpoint = self._reader, self._endpoint
+        if reader is None or endpoint is None:
+            return None
+        with self._lock:
+            if self._waiting or self._unsent:
+                return None
+            others, arrived = self._others, self._arrived
+            sinks = [endpoint.sink(peer) for peer in others]
+            sources = [-1 if arrived[peer] else endpoint.source(peer) for peer in others]
+            if None in sinks or None in sources:
+                return None
+            endpoint.note_use()
+            address, nbytes = tensor.data_ptr(), tensor.nbytes
+            result = reader.exchange(sinks, sources, beginning, address, nbytes, self._rank, *kernel, seconds)
+            if result == _REDUCED and not reader.holds:
+                return True
+            if result == _UNSENT:
+                self._send_rest(beginning, tensor)
+            elif result == _ALL:
+                self._take_frames()
+            if result and reader.holds:
+                self._give_back()
+            return bool(result == _REDUCED)
+
+    def go_on(self, frame: Frame, done: Done) -> None:
+        """Go on with an exchange that ``reduce`` has begun; ``frame`` is what it has sent. As ``begin``."""
+        with self._lock:
+            self._waiting.append((frame, done))
+            self._advance()
+
+    def _send_rest(self, beginning: bytes, tensor: Tensor) -> None:
+        assert self._endpoint is not None
+        whole = Header(Kind.FRAME, first=len(beginning) + tensor.nbytes).pack() + beginning
+        whole += copied(tensor, tensor.nbytes)
+        for peer, count in zip(self._others, self._reader.unsent(), strict=True):
+            link = self._endpoint.link_to(peer) if count else None
+            if link is not None:
+                self._endpoint.send(link, whole[-count:])
+                self._note_unsent(link)
+
+    def _take_frames(self) -> None:
+        """Take the frames that were read in C. Under the lock."""
+        for peer, frame in zip(self._others, self._reader.frames(), strict=True):
+            if frame is not None:
+                self._arrived[peer].append(frame)
+
+    def receive(self, until: float, done: Callable[[], bool]) -> None:
+        """Receive frames in C on this thread, until ``done``, or until the time ``until`` of ``time.perf_counter``.
+
+        It may return at once: the thread then has to use the sockets as ``Endpoint.serve`` does.
+        """
+        if self._reader is None:
+            return
+        if torch.is_inference_mode_enabled():  # memory made in the caller's mode could not be written to later
+            with torch.inference_mode(False):
+                return self.receive(until, done)
+        while not done():
+            with self._lock:
+                if not self._read_frames(until):
+                    return
+            self.settle()
+
+    def _read_frames(self, until: float) -> bool:
+        """Receive the frames of the oldest exchange; returns whether they have come. Under the lock."""
+        reader, endpoint, arrived = self._reader, self._endpoint, self._arrived
+        seconds = until - time.perf_counter()
+        if not self._waiting or self._unsent or seconds <= 0 or endpoint is None:
+            return False
+        sources = [-1 if arrived[peer] else endpoint.source(peer) for peer in self._others]
+        if None in sources:
+            return False
+        endpoint.note_use()
+        result: int = reader.receive(sources, self._guess, seconds)
+        if result == _ALL:
+            self._take_frames()
+            self._advance()
+        if result and reader.holds:
+            self._give_back()
+        return result == _ALL
+
+    def _give_back(self) -> None:
+        """Give what was read in C, and is no whole set of frames, to the links. Under the lock."""
+        if self._reader.holds:
+            assert self._endpoint is not None
+            for peer, data in zip(self._others, self._reader.returned(), strict=True):
+                if data:
+                    self._endpoint.feed(peer, data)
 
     def settle(self) -> None:
         """Report the exchanges that are over. From any thread, without locks."""

@@ -35,6 +35,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.computing import contributed_bytes, contribution, perform
 from asynccomm.backends.gloo.links import Buffer, copied, fill
 from asynccomm.backends.hazards import load
+from asynccomm.backends.kernels import exact_kernel
 from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
 from asynccomm.ops import (
@@ -119,10 +120,10 @@ class Frame:
             raise BackendError(f"rank {rank} sent a frame that cannot be: {len(data)} bytes")
         self._received[rank] = data if isinstance(data, bytearray) else bytearray(data)
 
-    def fill_with(self, tensor: Tensor, place: int, number: int, heading: bytes) -> None:
-        """Enter this rank's description of a call that contributes the memory of ``tensor``."""
-        self._equal = _NUMBERS.pack(place, number) + heading
-        self._received[self._rank] = self._packed(copied(tensor, tensor.nbytes))
+    def fill_with(self, tensor: Tensor, beginning: bytes) -> None:
+        """Enter this rank's frame, of ``CarriedReduce.beginning`` and the memory of ``tensor``."""
+        self._equal = beginning[:_EQUAL]
+        self._received[self._rank] = bytearray(beginning) + copied(tensor, tensor.nbytes)
 
     def rows(self, dtype: torch.dtype) -> list[Tensor] | None:
         """The contributions of all ranks, in the frames' memory; None if their descriptions or lengths differ."""
@@ -301,12 +302,19 @@ class CarriedReduce:
 
     Attributes:
         heading: of every call of the kind.
+        kernel: numbers of the kernel in C, as of ``kernels.exact_kernel``.
     """
 
     def __init__(self, op: AllReduce, heading: bytes) -> None:
         self.heading = heading
+        self.kernel: tuple[int, int] = exact_kernel(op.dtype, op.reduction.type)
+        self._end = (heading + _OWN.pack(0, op.nbytes, 1)).ljust(_HEADER - _NUMBERS.size, b"\0")
         self._dtype = op.dtype
         self._reduction = op.reduction
+
+    def beginning(self, place: int, number: int) -> bytes:
+        """The bytes of a frame ahead of the contribution."""
+        return _NUMBERS.pack(place, number) + self._end
 
     @classmethod
     def of(cls, submission: Submission, size: int) -> CarriedReduce | None:

@@ -185,6 +185,16 @@ class MessageLink:
         self._parse()
         return True
 
+    def feed(self, data: bytes) -> None:
+        """Use data of the connection that was read elsewhere, behind all that was read here."""
+        left = memoryview(data)
+        while left:
+            count = min(len(left), ROOM - self._end)
+            self._room[self._end : self._end + count] = left[:count]
+            self._end += count
+            left = left[count:]
+            self._parse()
+
     def _advance(self, count: int) -> None:
         left = self._parts[0][count:]
         if len(left):

@@ -136,7 +136,10 @@ class PointToPoint:
         long = isinstance(work.op, TensorOp) and work.op.nbytes > SPIN_BYTES
         if endpoint is None or long or self._waited > SHORT_WAIT_SECONDS:
             return
-        endpoint.serve(time.perf_counter() + SPIN_SECONDS, work.done)
+        until = time.perf_counter() + SPIN_SECONDS
+        if not work.op.p2p:
+            self._frames.receive(until, work.done)
+        endpoint.serve(until, work.done)
 
     def settle(self) -> None:
         """Run the steps that need no lock, also those of frames."""

@@ -220,22 +220,17 @@ class HierarchicalBackend(Backend):
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         if self._only is not None:
             return self._only.fast_path(calls)
-        up = self._quick.get(Lane.UP)
-        if not isinstance(up, LaneCalls):
+        if Lane.UP not in self._quick:
             return None
-        return DirectAllReduces(calls, self._plain, up, self._idle, self._go_on, self._broken)
+        return DirectAllReduces(calls, self._plain, self._quick, self._idle, self._go_on, self._broken)
 
     def _idle(self) -> bool:
         return self._in_flight.idle and self._pipeline.idle
 
-    def _go_on(self, submission: Submission, kind: ByLeaders, taken: Any) -> None:
-        """Carry out an all_reduce of which the first step is taken. Under the comm's lock, since ``_idle``."""
+    def _go_on(self, submission: Submission, kind: ByLeaders, at: int, taken: Any) -> None:
+        """Carry out the rest of an all_reduce. Under the comm's lock, since ``_idle``."""
         over = self._in_flight.enter_alone(submission)
-        way = kind.plan(submission.inputs[0])
-        if isinstance(taken, Work) and not self.placement.leads:
-            self._pipeline.finish(submission, way, over)
-        else:
-            self._pipeline.start(submission, way, over, taken)
+        self._pipeline.go_on(submission, kind.plan(submission.inputs[0]), over, at, taken)
 
     def _broken(self, exc: BaseException) -> None:
         error = BackendError(f"hierarchical failed: {type(exc).__name__}: {exc}")

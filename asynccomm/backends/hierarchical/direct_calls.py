@@ -1,24 +1,26 @@
-"""Small all_reduces from the call to their first step, without most of the ordinary path of a call.
+"""Small all_reduces without most of the ordinary path of a call.
 
 Programs repeat their calls, so a call is known by the dtype, the size and the reduction. The first call of its kind is
 checked, and its steps are planned (``plain_reductions``). A later call of the kind begins its first step, in the memory
 of the host, before anything else: the step's own fast path in C refuses every tensor that is not plain, and then
-nothing has happened. Everything unusual takes the ordinary path: with arguments that may be refused, a tag, a limit,
-agreed ordering, scopes, operations in flight.
+nothing has happened. Further steps follow at once as long as the other ranks come in time; the pipeline carries out
+the rest. Everything unusual takes the ordinary path: with arguments that may be refused, a tag, a limit, agreed
+ordering, scopes, operations in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 from torch.autograd import profiler
 
 from asynccomm.backends.base import DirectCalls, Submission
-from asynccomm.backends.hierarchical.lane_calls import LaneCalls
+from asynccomm.backends.hierarchical.lane_calls import LaneCalls, RailCalls
+from asynccomm.backends.hierarchical.pipeline import Lane
 from asynccomm.backends.hierarchical.plain_reductions import ByLeaders, PlainAllReduces
 from asynccomm.core.callsite import call_site
 from asynccomm.core.work import Work
@@ -44,9 +46,9 @@ class DirectAllReduces:
     """``backends.base.FastCalls`` for the small all_reduces of a rank that shares its host.
 
     Args:
-        up: the lane of the first step.
+        lanes: begin the steps; one is that of ``Lane.UP``.
         idle: whether no collective is in flight, and no thread carries out a step.
-        go_on: carries out the steps of an all_reduce, of which the first is taken as ``LaneCalls.take`` tells.
+        go_on: carries out the rest of an all_reduce, with the last two arguments of ``Pipeline.go_on``.
         broken: called with an exception that leaves an operation half done.
     """
 
@@ -54,15 +56,15 @@ class DirectAllReduces:
         self,
         calls: DirectCalls,
         plain: PlainAllReduces,
-        up: LaneCalls,
+        lanes: Mapping[Lane, LaneCalls | RailCalls],
         idle: Callable[[], bool],
-        go_on: Callable[[Submission, ByLeaders, Any], object],
+        go_on: Callable[[Submission, ByLeaders, int, Any], object],
         broken: Callable[[BaseException], object],
     ) -> None:
         self._calls = calls
         self._counts = calls.counts
         self._plain = plain
-        self._up = up
+        self._lanes = lanes
         self._idle = idle
         self._go_on = go_on
         self._broken = broken
@@ -110,15 +112,29 @@ class DirectAllReduces:
         started = time.monotonic()
         site = call_site(DEPTH + 1) if calls.records_sites else None
         tensors = (tensor,)
-        taken = self._up.take(self._counts.collectives, kind.up, tensors)
-        if taken is None:
-            return None
         try:
+            over, taken = self._take(kind, tensors)
+            if not over and taken is None:
+                return None
             call = Call(op, tensors, tensors, tensor)
             work = calls.number(call, op.nbytes, site, started)
-            self._go_on(Submission(call, work), kind, taken)
+            if over == len(kind.direct) and kind.is_all_direct:
+                kind.remember()
+                work.settle()
+            else:
+                self._go_on(Submission(call, work), kind, over, taken)
             calls.numbered(call, work)
         except BaseException as exc:
-            self._broken(exc)  # the other ranks of the host may be in the step already
+            self._broken(exc)  # the other ranks of the host may be in the first step already
             raise
         return work
+
+    def _take(self, kind: ByLeaders, tensors: tuple[Tensor]) -> tuple[int, Any]:
+        """Begin steps as long as they are over at once: their number, and the step that is not, or None."""
+        number = self._counts.collectives
+        for at, (lane, check) in enumerate(kind.direct):
+            calls = self._lanes[lane]
+            taken = calls.take(number, check, tensors)
+            if taken is None or not calls.is_over(taken):
+                return at, taken
+        return len(kind.direct), None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asynccomm.backends.base import Backend, FastCalls, Submission
 from asynccomm.backends.gloo.backend import GlooBackend
+from asynccomm.backends.gloo.collectives import BegunReduce
 from asynccomm.backends.gloo.frames import CarriedReduce
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.core.mailbox import Mailbox
@@ -33,6 +34,7 @@ Describe = Callable[[], Submission]
 """Makes the submission of a step, for its kind and for errors."""
 
 REMEMBERED: Final = 4096  # kinds of steps
+_UNSEEN: Final = None, None
 
 
 @final
@@ -103,10 +105,16 @@ class LaneCalls:
     def take(self, number: int, check: Check, tensors: Sequence[Tensor]) -> Any:
         """Begin a step in C.
 
-        The result is for ``go_on``, which the caller calls next; None: the fast path does not take the step.
+        The result is for ``is_over``, and for ``go_on``, which the caller calls next if the step is not over; None: the
+        fast path does not take the step.
         """
         self._counts.collectives = number
         return self._path.submit(None, None, None, check, *tensors)
+
+    @staticmethod
+    def is_over(taken: Any) -> bool:
+        """Whether the step that ``take`` has begun is over."""
+        return isinstance(taken, Work)
 
     def go_on(
         self,
@@ -155,6 +163,30 @@ class RailCalls:
             return False
         step = QuickStep(op, number, tensors, over)
         return self._backend.exchange(kind, tensors[0], number, describe, step.settle) and step
+
+    def take(self, number: int, check: Check, tensors: Sequence[Tensor]) -> BegunReduce | bool | None:
+        """As that of ``LaneCalls``, for a kind of step that ``begin`` has seen."""
+        kind = self._kinds.get(check, _UNSEEN)[1]
+        return None if kind is None else self._backend.reduce_now(kind, tensors[0], number) or None
+
+    @staticmethod
+    def is_over(taken: Any) -> bool:
+        """Whether the step that ``take`` has begun is over."""
+        return taken is True
+
+    def go_on(
+        self,
+        taken: Any,
+        number: int,
+        check: Check,
+        tensors: Sequence[Tensor],
+        describe: Describe,
+        over: Callable[[], object],
+    ) -> QuickStep:
+        """As that of ``LaneCalls``."""
+        step = QuickStep(self._kinds[check][0], number, tensors, over)
+        self._backend.go_on(taken, describe, step.settle)
+        return step
 
 
 @final

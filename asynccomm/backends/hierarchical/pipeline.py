@@ -129,12 +129,8 @@ class Pipeline:
         """Whether no thread is at work, and no event waits for one. Under the comm's lock."""
         return not (self._events or self._working.locked())
 
-    def start(self, submission: Submission, way: OpPlan, over: Callable[[], object], taken: object = None) -> None:
-        """Carry out ``way``, then call ``over``. One call at a time, in the order of the operations.
-
-        Args:
-            taken: the first step, which has begun in C: as of ``LaneCalls.take``.
-        """
+    def start(self, submission: Submission, way: OpPlan, over: Callable[[], object]) -> None:
+        """Carry out ``way``, then call ``over``. One call at a time, in the order of the operations."""
         end = partial(self._end, submission.work, way, over)
         label = way.label or label_of(submission)
         if len(way.plans) == 1:
@@ -142,31 +138,23 @@ class Pipeline:
         else:
             latch = Latch(len(way.plans), end)
             jobs = [_Job(plan, submission, label, latch) for plan in way.plans]
-        self._post(partial(self._enter, jobs, taken))
+        self._post(partial(self._enter, jobs))
 
-    def finish(self, submission: Submission, way: OpPlan, over: Callable[[], object]) -> None:
-        """Carry out the last step of ``way``, as ``start`` does; the other steps are over.
+    def go_on(self, submission: Submission, way: OpPlan, over: Callable[[], object], at: int, taken: object) -> None:
+        """Carry out the rest of ``way``, a single plan, as ``start`` does.
 
-        Under the comm's lock, since ``idle``, and with no step under way: no other thread then begins a step.
+        Under the comm's lock, since ``idle``, and with no operation in flight: no other thread then begins a step.
+
+        Args:
+            at: number of steps that are over.
+            taken: the next step, which has begun: as of ``LaneCalls.take``; None: it has not.
         """
         plan = way.plans[0]
         job = _Job(plan, submission, way.label, partial(self._end, submission.work, way, over))
-        job.at = len(plan.steps) - 1
-        lane, make, quick = plan.steps[job.at]
-        calls = self._quick.get(lane)
-        begun: QuickStep | bool = False
-        if quick is not None and calls is not None:
-            describe, done = partial(self._described, job, make), partial(self._finished, job)
-            begun = calls.begin(submission.work.seq, *quick, describe, done)
-        if begun is True:
-            self._finished(job)
-        elif begun:
-            self._waits_for(submission.work, lane, begun)
-            if begun.done():  # before it was noted, perhaps
-                self._steps.pop(submission.work, None)
-        else:
-            self._queues[lane].append(job)
-            self._post(partial(self._advance, lane))
+        job.at = at
+        for step in plan.steps[at + 1 :]:
+            self._queues[step.lane].append(job)
+        self._post(partial(self._begin, job, taken))
 
     def call(self, submit: Callable[[], object]) -> None:
         """Call ``submit``, which uses the backend of a lane, in turn with the steps: these take one call at a time."""
@@ -203,11 +191,6 @@ class Pipeline:
         if way.finish is not None:
             way.finish()
         over()
-
-    def _finished(self, job: _Job) -> None:
-        """Handle the end of the only step of an operation that is left. On any thread."""
-        if not self._ended:
-            self._take(job.over)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -253,15 +236,10 @@ class Pipeline:
         self._ended = True
         self._failed(error)
 
-    def _enter(self, jobs: Sequence[_Job], taken: object) -> None:
+    def _enter(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
             if not job.plan.steps:
                 self._finish(job)
-                continue
-            if taken is not None:  # no other job is on any lane
-                for step in job.plan.steps[1:]:
-                    self._queues[step.lane].append(job)
-                self._begin(job, taken)
                 continue
             for step in job.plan.steps:
                 self._queues[step.lane].append(job)
@@ -282,7 +260,6 @@ class Pipeline:
             if taken is None:
                 begun = calls.begin(outer.work.seq, *quick, describe, over)
             else:
-                assert isinstance(calls, LaneCalls)
                 begun = calls.go_on(taken, outer.work.seq, *quick, describe, over)
             if begun is True:
                 self._go_on(job, None)

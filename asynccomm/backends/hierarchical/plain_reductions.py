@@ -6,6 +6,7 @@ it needs no submission (``lane_calls``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -95,7 +96,7 @@ class ByLeaders:
     """The steps of small all_reduces of one kind.
 
     Attributes:
-        up: makes the call of the first step, for a rank that is not alone on its host.
+        direct: the first steps of a rank that is not alone on its host, without those behind work on the tensor.
     """
 
     def __init__(self, where: HostPlacement, op: AllReduce, label: str) -> None:
@@ -110,17 +111,25 @@ class ByLeaders:
         down = Broadcast(op.dtype, op.numel, 0, label=label)
         leads = where.leads
         # one object for each kind of step, by which its lane knows the kind
-        self.up: Check = lambda _, *tensors: Call(up, tensors, tensors if leads else (), None)
+        self._up: Check = lambda _, *tensors: Call(up, tensors, tensors if leads else (), None)
         self._across: Check = lambda _, *tensors: Call(across, tensors, tensors, None)
         self._down: Check = lambda _, *tensors: Call(down, tensors * leads, tensors * (not leads), None)
+        across_too = [(Lane.ACROSS, self._across)] * leads
+        down_too = [(Lane.DOWN, self._down)] * (not (leads and self._divides))
+        self.direct: Sequence[tuple[Lane, Check]] = [(Lane.UP, self._up), *across_too, *down_too]
+
+    @property
+    def is_all_direct(self) -> bool:
+        """Whether ``direct`` has all steps."""
+        return self.direct[-1][0] is Lane.DOWN
 
     def plan(self, tensor: Tensor) -> OpPlan:
         """The plan of a call with ``tensor``."""
-        remember(self.label, self._op)
+        self.remember()
         where = self._where
         steps = []
         if not where.alone:
-            steps.append(_leg(Lane.UP, self.up, tensor))
+            steps.append(_leg(Lane.UP, self._up, tensor))
         if where.leads:
             steps.append(_leg(Lane.ACROSS, self._across, tensor))
         divides = self._divides and where.leads
@@ -128,6 +137,10 @@ class ByLeaders:
             return OpPlan([PiecePlan(steps, partial(self._divide, tensor) if divides else None)], label=self.label)
         steps.append(Leg(Lane.DOWN, partial(self._divide, tensor)) if divides else _leg(Lane.DOWN, self._down, tensor))
         return OpPlan([PiecePlan(steps)], label=self.label)
+
+    def remember(self) -> None:
+        """Note the call that the label of the steps stands for."""
+        remember(self.label, self._op)
 
     def _divide(self, tensor: Tensor) -> Call:
         arithmetic.narrow(tensor, tensor, self._reduction, self._where.size)

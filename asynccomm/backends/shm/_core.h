@@ -3,6 +3,7 @@
 #define ASYNCCOMM_CORE_H
 
 #include "../../core/_work.h"
+#include "../_kernels.h"
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -23,19 +24,6 @@ static inline int64_t nanoseconds(void)
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
-
-/* ---- reductions: _kernels.c --------------------------------------------------------------------------------------- */
-
-/* in the order of reduction.DTYPES and reduction.OPERATORS */
-enum { F32, F64, F16, BF16, I8, U8, I32, I64, DTYPES };
-enum { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, OPERATORS };
-
-/* Combine n elements of `count` sources, in their order, into `out`, which may be one of the first two; divide by
- * `divisor` if it is not 0. */
-typedef void Kernel(void *out, void *const *sources, int count, size_t n, int divisor);
-
-extern Kernel *const core_kernels[DTYPES][OPERATORS];
-extern const int64_t core_item_bytes[DTYPES];
 
 /* ---- the segment, programs and runs: _core.c ---------------------------------------------------------------------- */
 
@@ -205,14 +193,6 @@ extern PyTypeObject *Core_Segment, *Core_Program, *Core_RankPosition, *Core_Link
 int64_t core_number_at(PyObject *sequence, Py_ssize_t i, int64_t least, int64_t most, const char *name);
 void *core_zeroed(Py_ssize_t count, size_t size); /* NULL with an exception */
 void core_free(PyObject *self);                   /* the end of a deallocator */
-
-/* one binary for old and new processors; the loader picks the version */
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) \
-    && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_UNDEFINED__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
 
 /* memcpy, also fast where another core holds the lines */
 void core_copy(char *restrict to, const char *restrict from, size_t n);

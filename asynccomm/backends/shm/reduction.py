@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
+from asynccomm.backends.kernels import DTYPES, OPERATORS
 from asynccomm.ops.dtypes import REAL, in_reals
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
@@ -46,29 +47,6 @@ _EXACT: Final = frozenset({RedOpType.MIN, RedOpType.MAX})  # exact in any dtype:
 # team spins at the end of every operation: in two ranks, each with a team as large as the number of cores, a reduction
 # of 256 KiB took 12 ms instead of 40 us.
 SERIAL: Final = 32767
-
-# in the order of the enumerations of _core.c
-DTYPES: Final = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
-OPERATORS: Final = {
-    RedOpType.SUM: 0,
-    RedOpType.AVG: 0,
-    RedOpType.PREMUL_SUM: 0,
-    RedOpType.PRODUCT: 1,
-    RedOpType.MIN: 2,
-    RedOpType.MAX: 3,
-    RedOpType.BAND: 4,
-    RedOpType.BOR: 5,
-    RedOpType.BXOR: 6,
-}
 
 _known: dict[tuple[torch.dtype, RedOpType, int], Reduction] = {}  # reductions without a factor
 

@@ -1,5 +1,5 @@
 /* The kernels of reductions. */
-#include "_core.h"
+#include "_kernels.h"
 
 #include <string.h>
 

@@ -1,0 +1,318 @@
+/* Frames to and from their sockets, by a thread that waits for them without the GIL: frame_exchange.py. */
+#include "../../core/_work.h"
+#include "../_kernels.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+enum { HEADER = 32, KIND_FRAME = 8, FIRST = 16 }; /* of messages.Header: its bytes, Kind.FRAME, the offset of `first` */
+enum { ROOM = 4096 }; /* bytes of the first read, at most */
+enum { BEGINNING = 64 }; /* bytes of a frame ahead of the contribution: frames._HEADER */
+enum { LATE, ALL, OTHER, REDUCED, UNSENT }; /* as in frame_exchange.py */
+
+typedef struct {
+    int fd, sink;       /* the descriptors to read from and to write to; a negative one is not used */
+    size_t unsent;      /* bytes of this rank's frame, with its header, that `sink` has not taken */
+    size_t start, end;  /* of the bytes in `room` that are not used yet */
+    PyObject *frame;    /* a bytearray, or NULL until the header has come */
+    char *data;         /* of the frame */
+    size_t nbytes, got; /* of the frame; all of it has come if they are equal */
+    char room[ROOM];
+} Source;
+
+typedef struct {
+    PyObject_HEAD
+    int count;
+    int64_t longest;
+    Source *sources;
+} FrameReader;
+
+static int is_whole(const Source *s) { return s->frame && s->got == s->nbytes; }
+
+/* FrameReader(count, longest): of `count` sources, frames of at most `longest` bytes */
+static PyObject *new_reader(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
+{
+    int count;
+    long long longest;
+    if (!PyArg_ParseTuple(args, "iL", &count, &longest)) return NULL;
+    if (count < 0 || longest < 1) return PyErr_Format(PyExc_ValueError, "%d sources, %lld bytes", count, longest);
+    FrameReader *reader = (FrameReader *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!reader) return NULL;
+    reader->longest = longest;
+    reader->sources = PyMem_Calloc((size_t)count + 1, sizeof *reader->sources);
+    if (reader->sources) {
+        reader->count = count;
+        return (PyObject *)reader;
+    }
+    Py_DECREF(reader);
+    return PyErr_NoMemory();
+}
+
+static void dealloc(PyObject *self)
+{
+    FrameReader *reader = (FrameReader *)self;
+    for (int k = 0; k < reader->count; k++) Py_XDECREF(reader->sources[k].frame);
+    PyMem_Free(reader->sources);
+    core_free(self);
+}
+
+/* Read once, at most `guess` bytes where a frame begins. 1: bytes have come; 0: none are there; -1: Python has to look. */
+static int read_some(Source *s, size_t guess)
+{
+    char *to = s->frame ? s->data + s->got : s->room + s->end;
+    size_t most = s->frame ? s->nbytes - s->got : guess > s->end ? guess - s->end : 0; /* 0: as after an error */
+    ssize_t count = recv(s->fd, to, most, MSG_DONTWAIT);
+    if (count <= 0) return count < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : -1;
+    if (s->frame) s->got += (size_t)count;
+    else s->end += (size_t)count;
+    return 1;
+}
+
+/* Begin the frame whose header is in `room`. Under the GIL. 1: begun; 0: the header is not there; -1: it is not of a frame, or
+ * there is no memory. */
+static int begin_frame(const FrameReader *reader, Source *s)
+{
+    int64_t nbytes;
+    if (s->end - s->start < HEADER) return 0;
+    const char *header = s->room + s->start;
+    memcpy(&nbytes, header + FIRST, sizeof nbytes);
+    if (header[0] != KIND_FRAME || nbytes < 1 || nbytes > reader->longest) return -1;
+    s->frame = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
+    if (!s->frame) {
+        PyErr_Clear(); /* Python reads it, and reports what happens there */
+        return -1;
+    }
+    s->data = PyByteArray_AsString(s->frame), s->nbytes = (size_t)nbytes;
+    s->start += HEADER;
+    s->got = s->end - s->start < s->nbytes ? s->end - s->start : s->nbytes;
+    memcpy(s->data, s->room + s->start, s->got);
+    s->start += s->got;
+    if (s->start == s->end) s->start = s->end = 0;
+    return 1;
+}
+
+/* Read what has come for one source: as `read_some`; 2: a header has come. */
+static int advance(Source *s, size_t guess)
+{
+    int result = read_some(s, guess);
+    return result == 1 && !s->frame && s->end - s->start >= HEADER ? 2 : result;
+}
+
+/* Take the descriptors of a list; -1 with an exception. */
+static int take_descriptors(FrameReader *reader, PyObject *list, int sinks)
+{
+    if (PyList_Size(list) != reader->count) {
+        PyErr_Format(PyExc_ValueError, "%zd descriptors", PyList_Size(list));
+        return -1;
+    }
+    for (int k = 0; k < reader->count; k++) {
+        long fd = PyLong_AsLong(PyList_GetItem(list, k));
+        if (fd == -1 && PyErr_Occurred()) return -1;
+        if (sinks) reader->sources[k].sink = (int)fd;
+        else reader->sources[k].fd = (int)fd;
+    }
+    return 0;
+}
+
+/* Read until all sources have a frame, but for those without a descriptor; `guess` as in receive(). */
+static int read_frames(FrameReader *reader, Py_ssize_t guess, double seconds)
+{
+    size_t most = guess < 0 || guess > ROOM - HEADER ? ROOM : (size_t)guess + HEADER;
+    double until = monotonic() + seconds;
+    int result = LATE, begins;
+    do {
+        begins = 0;
+        Py_BEGIN_ALLOW_THREADS
+        for (;;) {
+            int moved = 0, missing = 0;
+            for (int k = 0; k < reader->count && result != OTHER; k++) {
+                Source *s = &reader->sources[k];
+                if (s->fd < 0 || is_whole(s)) continue;
+                int found = advance(s, most);
+                if (found < 0) result = OTHER;
+                else if (found == 2) begins = 1;
+                moved += found > 0, missing += !is_whole(s);
+            }
+            if (!missing && result != OTHER) result = ALL;
+            if (result != LATE || begins) break;
+            if (!moved) {
+                if (monotonic() >= until) break;
+                sched_yield(); /* the other rank may need this core */
+            }
+        }
+        Py_END_ALLOW_THREADS
+        for (int k = 0; begins && k < reader->count; k++) {
+            Source *s = &reader->sources[k];
+            if (s->fd >= 0 && !s->frame && begin_frame(reader, s) < 0) result = OTHER;
+        }
+    } while (begins && result == LATE);
+    return result;
+}
+
+/* receive(descriptors, guess, seconds): read until all sources have a frame, but for those whose descriptor is -1.
+ *
+ * `guess` is the probable length of a frame: no more bytes are read where one begins. */
+static PyObject *receive(PyObject *self, PyObject *args)
+{
+    FrameReader *reader = (FrameReader *)self;
+    PyObject *descriptors;
+    Py_ssize_t guess;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "O!nd", &PyList_Type, &descriptors, &guess, &seconds)) return NULL;
+    return take_descriptors(reader, descriptors, 0) ? NULL : PyLong_FromLong(read_frames(reader, guess, seconds));
+}
+
+/* Write a frame to all sinks; whether they have taken it. */
+static int write_frame(FrameReader *reader, const char *beginning, const char *data, size_t nbytes)
+{
+    int64_t length = (int64_t)(BEGINNING + nbytes);
+    char head[HEADER + BEGINNING] = {KIND_FRAME};
+    memcpy(head + FIRST, &length, sizeof length);
+    memcpy(head + HEADER, beginning, BEGINNING);
+    struct iovec parts[2] = {{head, sizeof head}, {(void *)(uintptr_t)data, nbytes}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+    int taken = 1;
+    for (int k = 0; k < reader->count; k++) {
+        Source *s = &reader->sources[k];
+        ssize_t count = sendmsg(s->sink, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        s->unsent = sizeof head + nbytes - (count < 0 ? 0 : (size_t)count); /* Python finds an error, too */
+        if (s->unsent) taken = 0;
+    }
+    return taken;
+}
+
+/* Reduce the frames into `data`, this rank's contribution; whether all were alike. */
+static int reduce(FrameReader *reader, Kernel *kernel, int64_t item, int rank, const char *beginning, char *data, size_t nbytes)
+{
+    void *rows[reader->count + 1];
+    rows[rank] = data;
+    for (int k = 0; k < reader->count; k++) { /* in the order of frame_exchange.py: from the next rank on */
+        Source *s = &reader->sources[k];
+        if (!is_whole(s) || s->nbytes != BEGINNING + nbytes || memcmp(s->data, beginning, BEGINNING)) return 0;
+        rows[(rank + 1 + k) % (reader->count + 1)] = s->data + BEGINNING;
+    }
+    kernel(data, rows, reader->count + 1, nbytes / (size_t)item, 0);
+    return 1;
+}
+
+/* exchange(sinks, sources, beginning, address, nbytes, rank, dtype, operator, seconds): write a frame, and read those of the others.
+ *
+ * The frame consists of `beginning` and of the memory at `address`, which gets the result after REDUCED. A negative `dtype`
+ * reduces nothing. After UNSENT, unsent() tells how much is left to write. */
+static PyObject *exchange(PyObject *self, PyObject *args)
+{
+    FrameReader *reader = (FrameReader *)self;
+    PyObject *sinks, *sources;
+    const char *beginning;
+    unsigned long long address;
+    Py_ssize_t length, nbytes;
+    int rank, dtype, operator;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "O!O!y#Kniiid", &PyList_Type, &sinks, &PyList_Type, &sources, &beginning, &length, &address, &nbytes, &rank,
+                          &dtype, &operator, &seconds))
+        return NULL;
+    if (length != BEGINNING || nbytes < 0 || nbytes > reader->longest - BEGINNING || rank < 0 || rank > reader->count || dtype >= DTYPES
+        || operator < 0 || operator >= OPERATORS)
+        return PyErr_Format(PyExc_ValueError, "%zd bytes, %zd of data, rank %d, kernel %d %d", length, nbytes, rank, dtype, operator);
+    if (take_descriptors(reader, sinks, 1) || take_descriptors(reader, sources, 0)) return NULL;
+    char *data = (char *)(uintptr_t)address;
+    if (!write_frame(reader, beginning, data, (size_t)nbytes)) return PyLong_FromLong(UNSENT);
+    int result = read_frames(reader, BEGINNING + nbytes, seconds);
+    Kernel *kernel = dtype < 0 ? NULL : core_kernels[dtype][operator];
+    if (result == ALL && kernel && reduce(reader, kernel, core_item_bytes[dtype], rank, beginning, data, (size_t)nbytes)) {
+        for (int k = 0; k < reader->count; k++) Py_CLEAR(reader->sources[k].frame);
+        result = REDUCED;
+    }
+    return PyLong_FromLong(result);
+}
+
+/* unsent(): the bytes at the end of the frame that each sink has not taken */
+static PyObject *unsent(PyObject *self, PyObject *Py_UNUSED(args))
+{
+    FrameReader *reader = (FrameReader *)self;
+    PyObject *list = PyList_New(reader->count);
+    for (int k = 0; list && k < reader->count; k++) {
+        PyObject *count = PyLong_FromSize_t(reader->sources[k].unsent);
+        if (!count || PyList_SetItem(list, k, count)) Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* frames(): after ALL, a list of a bytearray for each source, or None where there was no descriptor */
+static PyObject *frames(PyObject *self, PyObject *Py_UNUSED(args))
+{
+    FrameReader *reader = (FrameReader *)self;
+    PyObject *list = PyList_New(reader->count);
+    for (int k = 0; list && k < reader->count; k++) {
+        Source *s = &reader->sources[k];
+        PyObject *frame = is_whole(s) ? s->frame : NULL;
+        if (frame) s->frame = NULL;
+        else Py_INCREF(Py_None);
+        PyList_SetItem(list, k, frame ? frame : Py_None);
+    }
+    return list;
+}
+
+/* returned(): all bytes that were read and not given out, a bytes object for each source; they are dropped here */
+static PyObject *returned(PyObject *self, PyObject *Py_UNUSED(args))
+{
+    FrameReader *reader = (FrameReader *)self;
+    PyObject *list = PyList_New(reader->count);
+    for (int k = 0; list && k < reader->count; k++) {
+        Source *s = &reader->sources[k];
+        size_t header = s->frame ? HEADER : 0, got = s->frame ? s->got : 0, left = s->end - s->start;
+        PyObject *data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(header + got + left));
+        if (!data || PyList_SetItem(list, k, data)) {
+            Py_CLEAR(list);
+            break;
+        }
+        char *to = PyBytes_AsString(data);
+        if (s->frame) {
+            int64_t nbytes = (int64_t)s->nbytes;
+            memset(to, 0, HEADER);
+            to[0] = KIND_FRAME;
+            memcpy(to + FIRST, &nbytes, sizeof nbytes);
+            memcpy(to + HEADER, s->data, got);
+        }
+        memcpy(to + header + got, s->room + s->start, left);
+    }
+    for (int k = 0; list && k < reader->count; k++) {
+        Source *s = &reader->sources[k];
+        Py_CLEAR(s->frame);
+        s->start = s->end = 0;
+    }
+    return list;
+}
+
+/* Whether bytes were read and not given out. */
+static PyObject *holds(PyObject *self, void *Py_UNUSED(closure))
+{
+    FrameReader *reader = (FrameReader *)self;
+    for (int k = 0; k < reader->count; k++)
+        if (reader->sources[k].frame || reader->sources[k].end) Py_RETURN_TRUE;
+    Py_RETURN_FALSE;
+}
+
+static PyMethodDef methods[] = {
+    {"receive", receive, METH_VARARGS, NULL}, {"exchange", exchange, METH_VARARGS, NULL}, {"unsent", unsent, METH_NOARGS, NULL},
+    {"frames", frames, METH_NOARGS, NULL}, {"returned", returned, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyGetSetDef fields[] = {{"holds", holds, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot slots[] = {
+    {Py_tp_new, (void *)new_reader}, {Py_tp_dealloc, (void *)dealloc}, {Py_tp_methods, methods}, {Py_tp_getset, fields},
+    {0, NULL}};
+static PyType_Spec spec = {"_frames.FrameReader", sizeof(FrameReader), 0, Py_TPFLAGS_DEFAULT, slots};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_frames", "Frames to and from their sockets.", -1, NULL, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__frames(void)
+{
+    PyObject *module = PyModule_Create(&definition), *type = module ? PyType_FromSpec(&spec) : NULL;
+    if (module && (!type || PyModule_AddObjectRef(module, "FrameReader", type))) Py_CLEAR(module);
+    Py_XDECREF(type);
+    return module;
+}
