@@ -23,11 +23,22 @@ from typing import Any, ClassVar, Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from asynccomm.backends.addresses import LOOPBACK, advice, choose_address, several_networks
-from asynccomm.backends.base import Backend, BackendContext, BackendWindow, RankInfo, Submission
+from asynccomm.backends.arithmetic import is_plain
+from asynccomm.backends.base import (
+    Backend,
+    BackendContext,
+    BackendWindow,
+    DirectCalls,
+    FastCalls,
+    RankInfo,
+    Submission,
+)
+from asynccomm.backends.direct_calls import DirectAllReduces
 from asynccomm.backends.gloo.collectives import BegunReduce, GlooCollectives
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
@@ -43,6 +54,7 @@ from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import WindowInfo
+from asynccomm.ops.validation import check_tensor
 from asynccomm.store.torch_store import TorchStoreView
 
 T = TypeVar("T", bound=BaseException)
@@ -186,9 +198,34 @@ class GlooBackend(Backend):
         """Carry out a small all_reduce without a submission: see ``GlooCollectives.reduce_now``."""
         return self._collectives.reduce_now(kind, tensor, number)
 
-    def go_on(self, begun: BegunReduce, describe: Callable[[], Submission], over: Callable[[], object]) -> None:
+    def go_on(
+        self, begun: BegunReduce, tensor: Tensor, describe: Callable[[], Submission], over: Callable[[], object]
+    ) -> None:
         """Go on with an all_reduce: see ``GlooCollectives.go_on``."""
-        self._collectives.go_on(begun, describe, over)
+        self._collectives.go_on(begun, tensor, describe, over)
+
+    def fast_path(self, calls: DirectCalls) -> FastCalls | None:
+        if not self._frames.in_c:
+            return None
+        return DirectAllReduces(calls, self._kind_of, self._begin, self._collectives.go_on_alone, self._broken)
+
+    def _kind_of(self, submission: Submission) -> CarriedReduce | None:
+        return CarriedReduce.of(submission, self._size)
+
+    def _begin(self, kind: CarriedReduce, tensor: Tensor, number: int) -> object | None:
+        """See ``DirectAllReduces``."""
+        if not (self._collectives.idle and tensor.layout is torch.strided and is_plain(tensor)):
+            return None
+        try:
+            check_tensor(self._context.group, "tensor", tensor)
+        except ValueError:  # for the ordinary path, which raises it again
+            return None
+        return self._collectives.reduce_now(kind, tensor, number) or None
+
+    def _broken(self, exc: BaseException) -> None:
+        error = BackendError(f"gloo failed: {type(exc).__name__}: {exc}")
+        error.__cause__ = exc
+        self._on_error(error)
 
     def before_await(self, work: Work[Any]) -> None:
         self._p2p.spin(work)

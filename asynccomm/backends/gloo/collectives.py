@@ -89,7 +89,6 @@ class BegunReduce(NamedTuple):
     """An all_reduce that ``GlooCollectives.reduce_now`` has begun, at the time ``began`` of ``time.monotonic``."""
 
     kind: CarriedReduce
-    tensor: Tensor
     beginning: bytes
     began: float
     started: _Started
@@ -197,16 +196,29 @@ class GlooCollectives:
                 self._waited = 0.0
                 return True
             self._queue.append(started)
-        return BegunReduce(kind, tensor, beginning, began, started)
+        return BegunReduce(kind, beginning, began, started)
 
-    def go_on(self, begun: BegunReduce, describe: Callable[[], Submission], over: Over) -> None:
-        """Go on with an all_reduce that ``reduce_now`` has begun; the arguments are those of ``exchange``."""
+    def go_on(self, begun: BegunReduce, tensor: Tensor, describe: Callable[[], Submission], over: Over) -> None:
+        """Go on with an all_reduce that ``reduce_now`` has begun; the arguments are those of ``exchange``.
+
+        Args:
+            tensor: with the memory of that of ``reduce_now``, which the caller may give other memory from then on.
+        """
         frame = Frame(self._rank, self._size)
-        frame.fill_with(begun.tensor, begun.beginning)
+        frame.fill_with(tensor, begun.beginning)
         begun.started.over = partial(self._waited_for, begun.began, over)
-        done = partial(self._exchanged, begun.started, frame, begun.kind, begun.tensor, describe)
+        done = partial(self._exchanged, begun.started, frame, begun.kind, tensor, describe)
         self._frame_exchange.go_on(frame, done)
         self._frame_exchange.settle()
+
+    def go_on_alone(self, submission: Submission, _: CarriedReduce, begun: BegunReduce) -> None:
+        """Go on with an all_reduce that ``reduce_now`` has begun for ``submission``, since ``idle``."""
+        self.go_on(begun, submission.inputs[0], lambda: submission, self._in_flight.enter_alone(submission))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no collective is in flight or waits. Under the comm's lock."""
+        return self._in_flight.idle
 
     def _waited_for(self, began: float, over: Over) -> None:
         self._waited = waited(began)

@@ -65,6 +65,11 @@ class FrameExchange:
             self._reader = _core.FrameReader(len(self._others), LONGEST)
             endpoint.before_read = self._give_back
 
+    @property
+    def in_c(self) -> bool:
+        """Whether ``reduce`` may carry out anything."""
+        return self._reader is not None
+
     def begin(self, frame: Frame, done: Done) -> None:
         """Send ``frame``. ``done`` is called in ``settle`` when the frames of all ranks are in ``frame``, or failed."""
         endpoint = self._endpoint

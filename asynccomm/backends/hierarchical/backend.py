@@ -33,10 +33,10 @@ from asynccomm.backends.base import (
     UnsuitableError,
     own_hints,
 )
+from asynccomm.backends.direct_calls import DirectAllReduces
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
-from asynccomm.backends.hierarchical.direct_calls import DirectAllReduces
 from asynccomm.backends.hierarchical.lane_calls import LaneCalls, RailCalls
 from asynccomm.backends.hierarchical.messages import PlacedMessages
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
@@ -222,15 +222,32 @@ class HierarchicalBackend(Backend):
             return self._only.fast_path(calls)
         if Lane.UP not in self._quick:
             return None
-        return DirectAllReduces(calls, self._plain, self._quick, self._idle, self._go_on, self._broken)
+        return DirectAllReduces(calls, self._plain.by_leaders, self._begin, self._go_on, self._broken)
 
-    def _idle(self) -> bool:
-        return self._in_flight.idle and self._pipeline.idle
+    def _begin(self, kind: ByLeaders, tensor: Tensor, number: int) -> object | None:
+        """See ``DirectAllReduces``; for ``_go_on`` the number of steps that are over, and the next one if it has begun.
 
-    def _go_on(self, submission: Submission, kind: ByLeaders, at: int, taken: Any) -> None:
-        """Carry out the rest of an all_reduce. Under the comm's lock, since ``_idle``."""
+        The first step's own fast path in C refuses every tensor that is not plain. Further steps follow at once, as
+        long as the other ranks come in time.
+        """
+        if not (self._in_flight.idle and self._pipeline.idle):
+            return None
+        over, taken, tensors = 0, None, (tensor,)
+        for lane, check in kind.direct:
+            calls = self._quick[lane]
+            taken = calls.take(number, check, tensors)
+            if taken is None or not calls.is_over(taken):
+                break
+            over, taken = over + 1, None
+        if over == len(kind.direct) and kind.is_all_direct:
+            kind.remember()
+            return True
+        return (over, taken) if over or taken is not None else None
+
+    def _go_on(self, submission: Submission, kind: ByLeaders, begun: tuple[int, Any]) -> None:
+        """Carry out the rest of an all_reduce. Under the comm's lock, since ``_begin``."""
         over = self._in_flight.enter_alone(submission)
-        self._pipeline.go_on(submission, kind.plan(submission.inputs[0]), over, at, taken)
+        self._pipeline.go_on(submission, kind.plan(submission.inputs[0]), over, *begun)
 
     def _broken(self, exc: BaseException) -> None:
         error = BackendError(f"hierarchical failed: {type(exc).__name__}: {exc}")

@@ -185,7 +185,7 @@ class RailCalls:
     ) -> QuickStep:
         """As that of ``LaneCalls``."""
         step = QuickStep(self._kinds[check][0], number, tensors, over)
-        self._backend.go_on(taken, describe, step.settle)
+        self._backend.go_on(taken, tensors[0], describe, step.settle)
         return step
 
 

@@ -44,6 +44,11 @@ class PlainAllReduces:
         kind = self.kind_of(submission)
         return None if kind is None else kind.plan(submission.inputs[0])
 
+    def by_leaders(self, submission: Submission) -> ByLeaders | None:
+        """The steps of calls like an ``AllReduce``, if they are those of a small one."""
+        kind = self.kind_of(submission)
+        return kind if isinstance(kind, ByLeaders) else None
+
     def kind_of(self, submission: Submission) -> ByLeaders | _OnRails | None:
         """The steps of calls like an ``AllReduce``; None if it is not such a call."""
         op: Any = submission.op

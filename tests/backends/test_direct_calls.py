@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asynccomm import AsyncCommError, ReduceOp, Work
-from asynccomm.backends.hierarchical.direct_calls import DirectAllReduces
+from asynccomm.backends.direct_calls import DirectAllReduces
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Call

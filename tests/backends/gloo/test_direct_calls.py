@@ -1,0 +1,215 @@
+"""Small all_reduces that are carried out in the call."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from asynccomm import AsyncCommError, CollectiveMismatchError, Comm, ReduceOp
+from asynccomm.backends.direct_calls import DirectAllReduces
+from asynccomm.backends.gloo import frame_exchange
+from asynccomm.core.native import CoreUnavailable
+from tests.ordinary_path import noted
+
+REPEATED = 8
+
+needs_c = pytest.mark.skipif(isinstance(frame_exchange._core, CoreUnavailable), reason="the frames in C are not built")
+
+
+@needs_c
+@pytest.mark.parametrize("name", ["SUM", "AVG", "MAX", "PRODUCT"])
+@pytest.mark.ranks([2, 3], backend="gloo")
+async def test_repeated_calls_are_direct(comm: Comm, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    submitted = noted(monkeypatch)
+    reduction = getattr(ReduceOp, name)
+    values = torch.arange(1.0, comm.size + 1)
+    expected = {"SUM": values.sum(), "AVG": values.mean(), "MAX": values.max(), "PRODUCT": values.prod()}[name]
+    before = comm.statistics().submitted
+    works = []
+    for number in range(REPEATED):
+        tensor = torch.full((3,), 1.0 + comm.rank)
+        works.append(comm.all_reduce(tensor, reduction))
+        assert works[-1].seq == works[0].seq + number
+        assert await works[-1] is tensor
+        assert tensor.tolist() == [expected.item()] * 3
+    assert comm.statistics()[:2] == (before + REPEATED, 0)
+    assert isinstance(comm._fast, DirectAllReduces)
+    if name == "AVG":  # divided by the ordinary path
+        assert submitted == works
+    else:
+        assert submitted == works[:1]
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_the_other_rank_in_time_ends_it_in_the_call(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynccomm.backends.gloo.collectives.SPIN_SECONDS", 20.0)
+    over = []
+    for _ in range(REPEATED):
+        work = comm.all_reduce(torch.ones(2))
+        over.append(work.done())
+        assert (await work).tolist() == [2.0, 2.0]
+    assert all(over[2:]), "from the second one on, when both ranks know the kind of call, and their connections"
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_late_rank_makes_the_next_call_return_at_once(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    reduce = frame_exchange.FrameExchange.reduce
+
+    def noting(self, beginning, tensor, kernel, seconds):  # type: ignore[no-untyped-def]
+        waits.append(seconds)
+        return reduce(self, beginning, tensor, kernel, seconds)
+
+    monkeypatch.setattr(frame_exchange.FrameExchange, "reduce", noting)
+    for _ in range(3):
+        await comm.all_reduce(torch.ones(2))
+    if comm.rank == 1:
+        await asyncio.sleep(0.1)
+    await comm.all_reduce(torch.ones(2))
+    await comm.all_reduce(torch.ones(2))
+    assert 0.0 in waits or comm.rank == 1
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_works_not_awaited_at_once(comm: Comm) -> None:
+    await comm.all_reduce(torch.zeros(2))
+    for _ in range(REPEATED):
+        tensor, other = torch.ones(2), torch.full((2,), 1.0 + comm.rank)
+        works = [comm.all_reduce(tensor), comm.all_reduce(other), comm.all_reduce(tensor), comm.barrier()]
+        for work in works:
+            await work
+        assert tensor.tolist() == [4.0, 4.0]
+        assert other.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_unusual_tensors_take_the_ordinary_path(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        await comm.all_reduce(torch.zeros(4))
+    submitted = noted(monkeypatch)
+    negated = torch.complex(torch.zeros(4), torch.full((4,), -1.0)).conj().imag
+    with torch.inference_mode():
+        inferred = torch.ones(4)
+    strided, out = torch.ones(8)[::2], torch.zeros(4)
+    works = [
+        comm.all_reduce(strided),
+        comm.all_reduce(negated),
+        comm.all_reduce(inferred),
+        comm.all_reduce(torch.ones(4), tag="named"),
+        comm.all_reduce(torch.ones(4), timeout=20),
+        comm.all_reduce(torch.ones(4), out=out),
+        comm.all_reduce(torch.ones(4, requires_grad=True)),
+    ]
+    for work in works:
+        assert (await work).tolist() == [2.0] * 4
+    assert strided.tolist() == negated.tolist() == inferred.tolist() == out.tolist() == [2.0] * 4
+    assert submitted[:6] == works[:6]
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="storage was resized"):
+        comm.all_reduce(freed)
+    with pytest.raises(ValueError, match="dense"):
+        comm.all_reduce(torch.zeros(4).to_sparse())
+
+
+@pytest.mark.parametrize("odd", ["size", "dtype", "reduction", "operation"])
+@pytest.mark.ranks(3, backend="gloo")
+async def test_a_difference_after_equal_calls_is_named(comm: Comm, odd: str) -> None:
+    for _ in range(REPEATED):
+        await comm.all_reduce(torch.ones(3))
+        await comm.all_reduce(torch.ones(4))
+        await comm.all_reduce(torch.ones(3, dtype=torch.float64))
+        await comm.all_reduce(torch.ones(3), ReduceOp.PRODUCT)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        if comm.rank == 1 and odd == "operation":
+            await comm.broadcast(torch.ones(3), 0)
+        elif comm.rank == 1:
+            dtype = torch.float64 if odd == "dtype" else torch.float32
+            reduction = ReduceOp.PRODUCT if odd == "reduction" else ReduceOp.SUM
+            await comm.all_reduce(torch.ones(4 if odd == "size" else 3, dtype=dtype), reduction)
+        else:
+            await comm.all_reduce(torch.ones(3))
+    assert 1 in (caught.value.rank, caught.value.other_rank)
+    assert "all_reduce(float32[3], SUM)" in (caught.value.op, caught.value.other_op)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_direct_call_has_a_deadline(comm: Comm) -> None:
+    for _ in range(3):
+        await comm.all_reduce(torch.zeros(2))
+    if comm.rank == 0:
+        comm.set_timeout(0.5)
+        with pytest.raises(AsyncCommError, match=r"not arrived: ranks \[1\]"):
+            await comm.all_reduce(torch.zeros(2))
+    else:
+        with pytest.raises(AsyncCommError):
+            await comm.recv(torch.zeros(1), 0)  # which is never sent
+
+
+@pytest.mark.parametrize("waits", [0.0, 2e-4])
+@pytest.mark.ranks([2, 3], backend="gloo")
+async def test_messages_and_collectives_share_the_sockets(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch, waits: float
+) -> None:
+    """Frames, short and long messages in an order that all ranks know, and delays that they do not."""
+    monkeypatch.setattr("asynccomm.backends.gloo.collectives.SPIN_SECONDS", waits)
+    shared, own = random.Random(7), random.Random(comm.rank)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for number in range(150):
+        kind = shared.choice(["reduce", "reduce", "reduce", "message", "both", "large", "gather", "several"])
+        n = shared.choice([1, 5, 1000, 20000, 100_000])
+        if own.random() < 0.1:
+            await asyncio.sleep(own.random() * 2e-3)
+        works = []
+        sums = [torch.full((n,), float(comm.rank + k)) for k in range(3 if kind == "several" else 1)]
+        if kind in ("reduce", "both", "several"):
+            works += [comm.all_reduce(each) for each in sums]
+        if kind == "large":
+            works.append(comm.all_reduce(sums[0].new_full((300_000,), 1.0)))
+        if kind == "gather":
+            works.append(
+                comm.all_gather([torch.zeros(3) for _ in range(comm.size)], torch.full((3,), float(comm.rank)))
+            )
+        received = torch.zeros(n)
+        if kind in ("message", "both"):
+            works.append(comm.send(torch.full((n,), 100.0 * comm.rank + number), right))
+            if own.random() < 0.5:
+                await asyncio.sleep(0)
+            works.append(comm.recv(received, left))
+        for work in works:
+            await work
+        if kind in ("reduce", "both", "several"):
+            for k, each in enumerate(sums):
+                assert each.eq(sum(range(comm.size)) + k * comm.size).all()
+        if kind in ("message", "both"):
+            assert received.eq(100.0 * left + number).all()
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_calls_from_a_thread_and_from_tasks(comm: Comm) -> None:
+    """A thread blocks on its calls while tasks of the loop exchange messages."""
+    for _ in range(3):
+        await comm.all_reduce(torch.ones(2))
+
+    def reduce() -> list[float]:
+        tensor = torch.ones(2)
+        for _ in range(20):
+            comm.all_reduce(tensor).wait()
+        return tensor.tolist()
+
+    async def exchange() -> None:
+        for number in range(100):
+            received = torch.zeros(100)
+            sending = comm.send(torch.full((100,), float(number)), 1 - comm.rank)
+            await comm.recv(received, 1 - comm.rank)
+            await sending
+            assert received.eq(number).all()
+
+    result, _ = await asyncio.gather(asyncio.to_thread(reduce), exchange())
+    assert result == [2.0**20] * 2

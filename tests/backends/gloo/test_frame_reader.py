@@ -1,0 +1,255 @@
+"""Frames in C: read from sockets in whatever parts they come, written, and reduced."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm.backends.arithmetic import accumulate
+from asynccomm.backends.gloo.frames import LONGEST
+from asynccomm.backends.gloo.messages import HEADER_BYTES, Header, Kind
+from asynccomm.backends.kernels import exact_kernel
+from asynccomm.core.native import CoreUnavailable, load
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
+
+core = load("asynccomm.backends.gloo._frames")
+pytestmark = pytest.mark.skipif(isinstance(core, CoreUnavailable), reason="the frames in C are not built")
+
+LATE, ALL, OTHER, REDUCED, UNSENT = range(5)
+BEGINNING = bytes(range(64))
+SECONDS = 20.0
+
+
+class Peers:
+    """Sockets of a rank, and their other ends."""
+
+    def __init__(self, count: int) -> None:
+        self.pairs = [socket.socketpair() for _ in range(count)]
+        self.there = [there for _, there in self.pairs]
+        self.fds = [here.fileno() for here, _ in self.pairs]
+        for here, _ in self.pairs:
+            here.setblocking(False)
+
+    def close(self) -> None:
+        for pair in self.pairs:
+            for end in pair:
+                end.close()
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    made = Peers(2)
+    yield made
+    made.close()
+
+
+def framed(data: bytes) -> bytes:
+    return Header(Kind.FRAME, first=len(data)).pack() + data
+
+
+def message(data: bytes) -> bytes:
+    return Header(Kind.TENSOR, 1, 0, len(data), 0).pack() + data
+
+
+def reader(count: int = 2) -> Any:
+    return core.FrameReader(count, LONGEST)
+
+
+def test_frames_of_all_sources_are_received(peers: Peers) -> None:
+    frames = reader()
+    peers.there[0].sendall(framed(b"short" * 20))
+    assert frames.receive(peers.fds, 100, 0.0) == LATE
+    assert frames.holds
+    peers.there[1].sendall(framed(b"more" * 5000))
+    assert frames.receive(peers.fds, 100, SECONDS) == ALL
+    assert [*frames.frames()] == [b"short" * 20, b"more" * 5000]
+    assert not frames.holds
+
+
+def test_a_source_without_descriptor_is_left_out(peers: Peers) -> None:
+    frames = reader()
+    peers.there[1].sendall(framed(b"x" * 70))
+    assert frames.receive([-1, peers.fds[1]], 70, SECONDS) == ALL
+    assert frames.frames() == [None, b"x" * 70]
+
+
+def test_a_thread_that_waits_lets_others_run(peers: Peers) -> None:
+    frames = reader()
+
+    def send() -> None:
+        for there in peers.there:
+            for byte in framed(b"abc" * 30):  # one by one
+                there.sendall(bytes([byte]))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert frames.receive(peers.fds, 90, SECONDS) == ALL
+    sender.join()
+    assert frames.frames() == [b"abc" * 30] * 2
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        message(b"four"),
+        Header(Kind.FRAME, first=0).pack(),
+        Header(Kind.FRAME, first=-1).pack(),
+        Header(Kind.FRAME, first=LONGEST + 1).pack(),
+        Header(255, first=70).pack(),
+    ],
+    ids=["a message", "empty", "negative", "too long", "unknown"],
+)
+def test_whatever_is_no_frame_is_given_back(peers: Peers, sent: bytes) -> None:
+    frames = reader()
+    peers.there[0].sendall(framed(b"y" * 80)[:50])
+    peers.there[1].sendall(sent + b"behind")
+    assert frames.receive(peers.fds, 1000, SECONDS) == OTHER
+    assert frames.holds
+    assert frames.returned() == [framed(b"y" * 80)[:50], sent + b"behind"]
+    assert not frames.holds
+
+
+def test_the_end_of_a_source_is_for_python(peers: Peers) -> None:
+    frames = reader()
+    peers.there[0].sendall(framed(b"z" * 70)[:40])
+    peers.there[0].close()
+    assert frames.receive(peers.fds, 70, SECONDS) == OTHER
+    assert frames.returned() == [framed(b"z" * 70)[:40], b""]
+
+
+def test_no_byte_is_lost_however_they_come() -> None:
+    """Frames and messages in random order and parts: what is given out and given back is what was sent."""
+    chance = random.Random(3)
+    for _ in range(200):
+        peers, frames = Peers(2), reader()
+        streams = []
+        for _ in range(2):
+            parts = []
+            for _ in range(chance.randrange(1, 5)):
+                data = chance.randbytes(chance.choice([64, 70, 1000, 4000, 4064, 4065, 9000]))
+                parts.append(framed(data) if chance.random() < 0.8 else message(data))
+            streams.append(b"".join(parts))
+        left, taken = list(streams), [b"", b""]
+        while any(left):
+            k = chance.choice([k for k in range(2) if left[k]])
+            count = chance.randrange(1, 6000)
+            peers.there[k].sendall(left[k][:count])
+            left[k] = left[k][count:]
+            result = frames.receive(peers.fds, chance.choice([0, 64, 1000, 9000]), 0.0)
+            if result == ALL:
+                for k, frame in enumerate(frames.frames()):
+                    taken[k] += framed(bytes(frame))
+            if result or chance.random() < 0.2:
+                for k, data in enumerate(frames.returned()):
+                    taken[k] += data
+                assert not frames.holds
+            if result == OTHER:
+                break
+        for k, data in enumerate(frames.returned()):
+            taken[k] += data
+            peers.there[k].sendall(left[k] or b" ")
+            rest = b""
+            while len(taken[k]) + len(rest) < len(streams[k]):
+                rest += peers.pairs[k][0].recv(1 << 20)
+            taken[k] += rest
+        assert [data[: len(stream)] for data, stream in zip(taken, streams, strict=True)] == streams
+        peers.close()
+
+
+def exchanged(rank: int, tensor: torch.Tensor, reduction: ReduceOp, peers: Peers, others: list[torch.Tensor]) -> int:
+    """The result of an exchange of ``rank`` with the ranks behind it, which have sent their frames."""
+    for there, other in zip(peers.there, others, strict=True):
+        there.sendall(framed(BEGINNING + bytes(other.view(torch.uint8).tolist())))
+    kernel = exact_kernel(tensor.dtype, reduction.type)
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    result: int = reader().exchange(peers.fds, peers.fds, BEGINNING, address, nbytes, rank, *kernel, SECONDS)
+    return result
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64])
+def test_frames_are_reduced_in_the_order_of_ranks(dtype: torch.dtype, rank: int) -> None:
+    torch.manual_seed(5)
+    for reduction in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BXOR):
+        floating = dtype.is_floating_point
+        ordered = reduction.type in (RedOpType.MIN, RedOpType.MAX)
+        if floating and (ordered or reduction.type in (RedOpType.BAND, RedOpType.BXOR)):
+            continue
+        rows = [torch.randn(33, dtype=torch.float64).mul(50).to(dtype) for _ in range(3)]
+        if floating:
+            rows[1][0] = float("nan")
+        expected = accumulate([row.clone() for row in rows], reduction)
+        tensor, peers = rows[rank].clone(), Peers(2)
+        assert exchanged(rank, tensor, reduction, peers, [rows[(rank + k) % 3] for k in (1, 2)]) == REDUCED
+        assert tensor.view(torch.uint8).equal(expected.view(torch.uint8)), reduction
+        sent = framed(BEGINNING + bytes(rows[rank].view(torch.uint8).tolist()))
+        assert [there.recv(1 << 16) for there in peers.there] == [sent] * 2
+        peers.close()
+
+
+@pytest.mark.parametrize("odd", ["beginning", "length", "kernel"])
+def test_frames_that_differ_are_left_to_python(peers: Peers, odd: str) -> None:
+    mine, theirs = torch.ones(4), bytes(16)
+    frames = reader()
+    peers.there[0].sendall(framed(BEGINNING + theirs))
+    other = framed((BEGINNING[::-1] if odd == "beginning" else BEGINNING) + theirs + b"1234" * (odd == "length"))
+    peers.there[1].sendall(other)
+    kernel = (-1, 0) if odd == "kernel" else exact_kernel(torch.float32, RedOpType.SUM)
+    result = frames.exchange(peers.fds, peers.fds, BEGINNING, mine.data_ptr(), 16, 0, *kernel, SECONDS)
+    if odd == "length":  # only the usual length is read at once
+        assert result in (ALL, OTHER)
+    else:
+        assert result == ALL
+    assert frames.frames() == [BEGINNING + theirs, other[HEADER_BYTES:]]
+    assert mine.tolist() == [1.0] * 4
+
+
+def test_a_late_frame_leaves_the_tensor_alone(peers: Peers) -> None:
+    mine, frames = torch.ones(4), reader()
+    peers.there[1].sendall(framed(BEGINNING + bytes(16)))
+    assert frames.exchange(peers.fds, peers.fds, BEGINNING, mine.data_ptr(), 16, 2, 0, 0, 0.0) == LATE
+    assert mine.tolist() == [1.0] * 4
+    peers.there[0].sendall(framed(BEGINNING + bytes(16)))
+    assert frames.receive(peers.fds, 80, SECONDS) == ALL
+    assert frames.frames() == [BEGINNING + bytes(16)] * 2
+
+
+def test_what_a_socket_does_not_take_is_known(peers: Peers) -> None:
+    mine, frames = torch.arange(1 << 16, dtype=torch.int64), reader()  # 512 KiB
+    peers.pairs[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    result = frames.exchange(peers.fds, peers.fds, BEGINNING, mine.data_ptr(), mine.nbytes, 0, 7, 0, SECONDS)
+    assert result == UNSENT
+    whole = framed(BEGINNING + struct.pack(f"<{len(mine)}q", *mine.tolist()))
+    for there, unsent in zip(peers.there, frames.unsent(), strict=True):
+        got = b""
+        while len(got) < len(whole) - unsent:
+            got += there.recv(1 << 20)
+        assert got == whole[: len(whole) - unsent]
+        there.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            there.recv(1)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="-1 sources"):
+        core.FrameReader(-1, LONGEST)
+    with pytest.raises(ValueError, match="1 descriptors"):
+        reader().receive([3], 64, 0.0)
+    for arguments in (
+        (BEGINNING[:-1], 8, 0, 0, 0),
+        (BEGINNING, -1, 0, 0, 0),
+        (BEGINNING, LONGEST, 0, 0, 0),
+        (BEGINNING, 8, 3, 0, 0),
+        (BEGINNING, 8, 0, 99, 0),
+        (BEGINNING, 8, 0, 0, 7),
+    ):
+        beginning, nbytes, *kernel = arguments
+        with pytest.raises(ValueError, match=f"{nbytes} of data"):
+            reader().exchange([-1, -1], [-1, -1], beginning, 0, nbytes, *kernel, 0.0)
