@@ -1,8 +1,8 @@
 """Small all_reduces without most of the ordinary path of a call.
 
 Programs repeat their calls, so a call is known by the dtype, the size and the reduction. The first call of its kind is
-checked, and its backend remembers what it takes to carry out such calls. A later call of the kind begins before
-anything else, and often is over before it has a Work. Everything unusual takes the ordinary path: with arguments that
+checked, and its backend remembers how to carry out such calls. A later call of the kind begins before anything
+else, and often is over before it has a Work. Everything unusual takes the ordinary path: with arguments that
 may be refused, a tag, a limit, agreed ordering, scopes, operations in flight.
 """
 
@@ -43,7 +43,7 @@ class DirectAllReduces(Generic[K]):
     """``backends.base.FastCalls`` for all_reduces of one tensor in place.
 
     Args:
-        kind_of: what the backend has to know of calls like a submission; None: the ordinary path takes them.
+        kind_of: the backend's knowledge of calls like a submission; None: the ordinary path takes them.
         begin: begins a call of a known kind with a tensor, under the number of the operation. True: it is over; None:
             nothing has happened, because the tensor is not plain, or other operations are in flight; anything else is
             for ``go_on``, which is called next. Under the comm's lock.

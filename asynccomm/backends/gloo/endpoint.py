@@ -96,7 +96,7 @@ class Endpoint:
         self._arrived: Callable[[MessageLink, Header], object] = _unused
         self._gone: Callable[[int, str], object] = _unused
         self._settle: Callable[[], object] = _unused
-        #: called ahead of each read of a link, under the lock: it may ``feed`` what it has read itself
+        #: called ahead of each read of a link, under the lock: it may ``feed`` data that it has read itself
         self.before_read: Callable[[], object] = _unused
         self._links: dict[int, MessageLink] = {}  # by descriptor
         self._strangers: dict[MessageLink, float] = {}  # links without a token yet, with their deadlines

@@ -5,7 +5,7 @@ exchange is over when the frames of all ranks have arrived, and the sockets have
 end right behind a collective. Exchanges end in order, one at a time.
 
 A task that waits reads the frames in C (``_frames.c``), if that was built and nothing else is under way on their
-sockets. Whatever else has come is given to the links of the sockets, which read it as if it came then.
+sockets. Other data that they read there is given to the links of the sockets, as if it came then.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class FrameExchange:
             return bool(result == _REDUCED)
 
     def go_on(self, frame: Frame, done: Done) -> None:
-        """Go on with an exchange that ``reduce`` has begun; ``frame`` is what it has sent. As ``begin``."""
+        """Go on with an exchange that ``reduce`` has begun; ``frame`` is the frame that it has sent. As ``begin``."""
         with self._lock:
             self._waiting.append((frame, done))
             self._advance()
@@ -180,7 +180,7 @@ class FrameExchange:
         return result == _ALL
 
     def _give_back(self) -> None:
-        """Give what was read in C, and is no whole set of frames, to the links. Under the lock."""
+        """Give data that was read in C, and is no frame of all ranks, to the links. Under the lock."""
         if self._reader.holds:
             assert self._endpoint is not None
             for peer, data in zip(self._others, self._reader.returned(), strict=True):
