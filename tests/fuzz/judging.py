@@ -38,7 +38,8 @@ class Finding:
     @property
     def secondary(self) -> bool:
         """Whether it only follows from another rank's."""
-        return self.kind == "raised" and self.detail in ("AbortedError", "PeerLostError", "ClosedError")
+        seen = "has aborted the comm" in self.message  # by the backend, where the message with the cause came too late
+        return self.kind == "raised" and (seen or self.detail in ("AbortedError", "PeerLostError", "ClosedError"))
 
 
 def judge_memory(expectation: Expectation, memory: Memory, rank: int) -> list[Finding]:

@@ -5,7 +5,7 @@ exchange is over when the frames of all ranks have arrived, and the sockets have
 end right behind a collective. Exchanges end in order, one at a time.
 
 A task that waits reads the frames in C (``_frames.c``), if that was built and nothing else is under way on their
-sockets. Other data that they read there is given to the links of the sockets, as if it came then.
+sockets. Other data that it reads there is given to the links of the sockets, as if it came then.
 """
 
 from __future__ import annotations
