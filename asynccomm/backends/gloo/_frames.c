@@ -11,8 +11,9 @@
 
 enum { HEADER = 32, KIND_FRAME = 8, FIRST = 16 }; /* of messages.Header: its bytes, Kind.FRAME, the offset of `first` */
 enum { ROOM = 4096 }; /* bytes of the first read, at most */
+enum { STRETCHES = 10 };
 enum { BEGINNING = 64 }; /* bytes of a frame ahead of the contribution: frames._HEADER */
-enum { LATE, ALL, OTHER, REDUCED, UNSENT }; /* as in frame_exchange.py */
+enum { LATE, ALL, OTHER, REDUCED }; /* as in frame_exchange.py */
 
 typedef struct {
     int fd, sink;       /* the descriptors to read from and to write to; a negative one is not used */
@@ -118,11 +119,25 @@ static int take_descriptors(FrameReader *reader, PyObject *list, int sinks)
     return 0;
 }
 
-/* Read until all sources have a frame, but for those without a descriptor; `guess` as in receive(). */
-static int read_frames(FrameReader *reader, Py_ssize_t guess, double seconds)
+/* Write as much of a frame as the sink takes; whether it took any. An error is left to Python, which finds it, too. */
+static int write_some(Source *s, const char *head, const char *data, size_t nbytes)
+{
+    size_t at = HEADER + BEGINNING + nbytes - s->unsent;
+    size_t left = at < HEADER + BEGINNING ? HEADER + BEGINNING - at : 0, offset = left ? 0 : at - HEADER - BEGINNING;
+    struct iovec parts[2] = {{(void *)(uintptr_t)(head + at), left}, {(void *)(uintptr_t)(data + offset), nbytes - offset}};
+    struct msghdr message = {.msg_iov = left ? parts : parts + 1, .msg_iovlen = left ? 2 : 1};
+    ssize_t count = sendmsg(s->sink, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (count > 0) s->unsent -= (size_t)count;
+    return count > 0;
+}
+
+/* Write this rank's frame, as far as it is unsent, and read until all sources have one, but for those without a descriptor.
+ *
+ * The wait ends when nothing has moved for `seconds`, and after STRETCHES times as long. `guess` as in receive(). */
+static int move_frames(FrameReader *reader, const char *head, const char *data, size_t nbytes, Py_ssize_t guess, double seconds)
 {
     size_t most = guess < 0 || guess > ROOM - HEADER ? ROOM : (size_t)guess + HEADER;
-    double until = monotonic() + seconds;
+    double until = monotonic() + seconds, end = until + (STRETCHES - 1) * seconds;
     int result = LATE, begins;
     do {
         begins = 0;
@@ -131,18 +146,19 @@ static int read_frames(FrameReader *reader, Py_ssize_t guess, double seconds)
             int moved = 0, missing = 0;
             for (int k = 0; k < reader->count && result != OTHER; k++) {
                 Source *s = &reader->sources[k];
+                if (s->unsent) moved |= write_some(s, head, data, nbytes), missing += s->unsent > 0;
                 if (s->fd < 0 || is_whole(s)) continue;
                 int found = advance(s, most);
                 if (found < 0) result = OTHER;
                 else if (found == 2) begins = 1;
-                moved += found > 0, missing += !is_whole(s);
+                moved |= found > 0, missing += !is_whole(s);
             }
             if (!missing && result != OTHER) result = ALL;
             if (result != LATE || begins) break;
-            if (!moved) {
-                if (monotonic() >= until) break;
-                sched_yield(); /* the other rank may need this core */
-            }
+            double now = monotonic();
+            if (moved && now < end) until = now + seconds;
+            else if (now >= until) break;
+            if (!moved) sched_yield(); /* the other rank may need this core */
         }
         Py_END_ALLOW_THREADS
         for (int k = 0; begins && k < reader->count; k++) {
@@ -163,26 +179,9 @@ static PyObject *receive(PyObject *self, PyObject *args)
     Py_ssize_t guess;
     double seconds;
     if (!PyArg_ParseTuple(args, "O!nd", &PyList_Type, &descriptors, &guess, &seconds)) return NULL;
-    return take_descriptors(reader, descriptors, 0) ? NULL : PyLong_FromLong(read_frames(reader, guess, seconds));
-}
-
-/* Write a frame to all sinks; whether they have taken it. */
-static int write_frame(FrameReader *reader, const char *beginning, const char *data, size_t nbytes)
-{
-    int64_t length = (int64_t)(BEGINNING + nbytes);
-    char head[HEADER + BEGINNING] = {KIND_FRAME};
-    memcpy(head + FIRST, &length, sizeof length);
-    memcpy(head + HEADER, beginning, BEGINNING);
-    struct iovec parts[2] = {{head, sizeof head}, {(void *)(uintptr_t)data, nbytes}};
-    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
-    int taken = 1;
-    for (int k = 0; k < reader->count; k++) {
-        Source *s = &reader->sources[k];
-        ssize_t count = sendmsg(s->sink, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-        s->unsent = sizeof head + nbytes - (count < 0 ? 0 : (size_t)count); /* Python finds an error, too */
-        if (s->unsent) taken = 0;
-    }
-    return taken;
+    if (take_descriptors(reader, descriptors, 0)) return NULL;
+    for (int k = 0; k < reader->count; k++) reader->sources[k].unsent = 0;
+    return PyLong_FromLong(move_frames(reader, NULL, NULL, 0, guess, seconds));
 }
 
 /* Reduce the frames into `data`, this rank's contribution; whether all were alike. */
@@ -202,7 +201,7 @@ static int reduce(FrameReader *reader, Kernel *kernel, int64_t item, int rank, c
 /* exchange(sinks, sources, beginning, address, nbytes, rank, dtype, operator, seconds): write a frame, and read those of the others.
  *
  * The frame consists of `beginning` and of the memory at `address`, which gets the result after REDUCED. A negative `dtype`
- * reduces nothing. After UNSENT, unsent() tells how much is left to write. */
+ * reduces nothing. unsent() then tells how much is left to write, after LATE and OTHER. */
 static PyObject *exchange(PyObject *self, PyObject *args)
 {
     FrameReader *reader = (FrameReader *)self;
@@ -219,9 +218,12 @@ static PyObject *exchange(PyObject *self, PyObject *args)
         || operator < 0 || operator >= OPERATORS)
         return PyErr_Format(PyExc_ValueError, "%zd bytes, %zd of data, rank %d, kernel %d %d", length, nbytes, rank, dtype, operator);
     if (take_descriptors(reader, sinks, 1) || take_descriptors(reader, sources, 0)) return NULL;
-    char *data = (char *)(uintptr_t)address;
-    if (!write_frame(reader, beginning, data, (size_t)nbytes)) return PyLong_FromLong(UNSENT);
-    int result = read_frames(reader, BEGINNING + nbytes, seconds);
+    char *data = (char *)(uintptr_t)address, head[HEADER + BEGINNING] = {KIND_FRAME};
+    int64_t bytes = (int64_t)(length + nbytes);
+    memcpy(head + FIRST, &bytes, sizeof bytes);
+    memcpy(head + HEADER, beginning, BEGINNING);
+    for (int k = 0; k < reader->count; k++) reader->sources[k].unsent = sizeof head + (size_t)nbytes;
+    int result = move_frames(reader, head, data, (size_t)nbytes, length + nbytes, seconds);
     Kernel *kernel = dtype < 0 ? NULL : core_kernels[dtype][operator];
     if (result == ALL && kernel && reduce(reader, kernel, core_item_bytes[dtype], rank, beginning, data, (size_t)nbytes)) {
         for (int k = 0; k < reader->count; k++) Py_CLEAR(reader->sources[k].frame);

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias, final
 
@@ -29,10 +29,9 @@ from asynccomm.errors import BackendError
 
 JOINED: Final = 4 << 10  # bytes of a frame that is copied behind its header: two parts cost the system call as much
 
-# results in C: the frames of all ranks have come; they have been reduced; a socket has not taken this rank's
+# results in C: the frames of all ranks have come, and the sockets have taken this rank's; they have been reduced, too
 _ALL: Final = 1
 _REDUCED: Final = 3
-_UNSENT: Final = 4
 
 _core: Final[Any] = load("asynccomm.backends.gloo._frames")
 
@@ -95,7 +94,8 @@ class FrameExchange:
     def reduce(self, beginning: bytes, tensor: Tensor, kernel: tuple[int, int], seconds: float) -> bool | None:
         """Send a frame of ``beginning`` and the memory of ``tensor``, and reduce those of all ranks into it, in C.
 
-        Waits for them at most ``seconds``. Not while another thread may call ``begin``.
+        Waits for ``seconds`` from the last byte on, and at most ten times as long. Not while another thread may call
+        ``begin``.
 
         Returns: whether ``tensor`` has the result: if not, the caller next calls ``go_on``; None: nothing was done.
         """
@@ -115,10 +115,10 @@ class FrameExchange:
             result = reader.exchange(sinks, sources, beginning, address, nbytes, self._rank, *kernel, seconds)
             if result == _REDUCED and not reader.holds:
                 return True
-            if result == _UNSENT:
-                self._send_rest(beginning, tensor)
-            elif result == _ALL:
+            if result == _ALL:
                 self._take_frames()
+            elif result != _REDUCED and any(unsent := reader.unsent()):
+                self._send_rest(beginning, tensor, unsent)
             if result and reader.holds:
                 self._give_back()
             return bool(result == _REDUCED)
@@ -129,11 +129,12 @@ class FrameExchange:
             self._waiting.append((frame, done))
             self._advance()
 
-    def _send_rest(self, beginning: bytes, tensor: Tensor) -> None:
+    def _send_rest(self, beginning: bytes, tensor: Tensor, unsent: Sequence[int]) -> None:
+        """Send the bytes at the end of a frame that the sockets have not taken in C. Under the lock."""
         assert self._endpoint is not None
         whole = Header(Kind.FRAME, first=len(beginning) + tensor.nbytes).pack() + beginning
         whole += copied(tensor, tensor.nbytes)
-        for peer, count in zip(self._others, self._reader.unsent(), strict=True):
+        for peer, count in zip(self._others, unsent, strict=True):
             link = self._endpoint.link_to(peer) if count else None
             if link is not None:
                 self._endpoint.send(link, whole[-count:])

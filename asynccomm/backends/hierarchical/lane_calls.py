@@ -161,6 +161,9 @@ class RailCalls:
         op, kind = known
         if kind is None:
             return False
+        taken = self.take(number, check, tensors)
+        if taken is not None:
+            return self.is_over(taken) or self.go_on(taken, number, check, tensors, describe, over)
         step = QuickStep(op, number, tensors, over)
         return self._backend.exchange(kind, tensors[0], number, describe, step.settle) and step
 

@@ -22,7 +22,7 @@ from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 core = load("asynccomm.backends.gloo._frames")
 pytestmark = pytest.mark.skipif(isinstance(core, CoreUnavailable), reason="the frames in C are not built")
 
-LATE, ALL, OTHER, REDUCED, UNSENT = range(5)
+LATE, ALL, OTHER, REDUCED = range(4)
 BEGINNING = bytes(range(64))
 SECONDS = 20.0
 
@@ -224,10 +224,11 @@ def test_a_late_frame_leaves_the_tensor_alone(peers: Peers) -> None:
 def test_what_a_socket_does_not_take_is_known(peers: Peers) -> None:
     mine, frames = torch.arange(1 << 16, dtype=torch.int64), reader()  # 512 KiB
     peers.pairs[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    result = frames.exchange(peers.fds, peers.fds, BEGINNING, mine.data_ptr(), mine.nbytes, 0, 7, 0, SECONDS)
-    assert result == UNSENT
+    result = frames.exchange(peers.fds, peers.fds, BEGINNING, mine.data_ptr(), mine.nbytes, 0, 7, 0, 0.0)
+    assert result == LATE
     whole = framed(BEGINNING + struct.pack(f"<{len(mine)}q", *mine.tolist()))
     for there, unsent in zip(peers.there, frames.unsent(), strict=True):
+        assert unsent
         got = b""
         while len(got) < len(whole) - unsent:
             got += there.recv(1 << 20)
@@ -235,6 +236,34 @@ def test_what_a_socket_does_not_take_is_known(peers: Peers) -> None:
         there.setblocking(False)
         with pytest.raises(BlockingIOError):
             there.recv(1)
+
+
+def test_long_frames_go_both_ways_at_once() -> None:
+    """More bytes than the sockets hold: each rank has to read while it writes."""
+    ends = socket.socketpair(), socket.socketpair()
+    tensors = [torch.arange(1 << 16, dtype=torch.int64), torch.ones(1 << 16, dtype=torch.int64)]
+    results: list[int] = []
+    for pair in ends:
+        for end in pair:
+            end.setblocking(False)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+
+    def exchange(rank: int) -> None:
+        tensor = tensors[rank]
+        sinks, sources = [ends[rank][0].fileno()], [ends[1 - rank][1].fileno()]
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        results.append(reader(1).exchange(sinks, sources, BEGINNING, address, nbytes, rank, 7, 0, SECONDS))
+
+    threads = [threading.Thread(target=exchange, args=[rank]) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [REDUCED] * 2
+    assert all(tensor.equal(torch.arange(1, (1 << 16) + 1)) for tensor in tensors)
+    for pair in ends:
+        for end in pair:
+            end.close()
 
 
 def test_bad_arguments() -> None:
