@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 from torch import Tensor
 from torch.autograd import profiler
 
+from asynccomm.backends.arithmetic import is_plain
 from asynccomm.backends.base import DirectCalls, Submission
 from asynccomm.core.callsite import call_site
 from asynccomm.core.work import Work
@@ -46,9 +47,10 @@ class DirectAllReduces(Generic[K]):
         kind_of: the backend's knowledge of calls like a submission; None: the ordinary path takes them.
         begin: begins a call of a known kind with a tensor, under the number of the operation. True: it is over; None:
             nothing has happened, because the tensor is not plain, or other operations are in flight; anything else is
-            for ``go_on``, which is called next. Under the comm's lock.
+            for ``go_on``, which is called next. It raises only if nothing has happened, or the comm is broken. Under
+            the comm's lock.
         go_on: carries out the rest of a call.
-        broken: called with an exception that leaves an operation half done.
+        broken: called with an exception that leaves a begun operation half done.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class DirectAllReduces(Generic[K]):
             call = _CHECK(self._calls.group, tensor, reduction)
         except Exception:  # for the ordinary path, which raises it again
             return
+        if not is_plain(tensor):  # the next one may be
+            return
         kind = self._kind_of(Submission(call, _UNPLANNED))
         if len(self._known) >= REMEMBERED:
             self._known.clear()
@@ -107,17 +111,19 @@ class DirectAllReduces(Generic[K]):
             return None
         started = time.monotonic()
         site = call_site(DEPTH + 1) if calls.records_sites else None
+        kept = tensor.detach()  # which keeps its memory, whatever another thread does with that of the caller's
+        begun = self._begin(kind, kept, counts.collectives)
+        if begun is None:
+            return None
         try:
-            begun = self._begin(kind, tensor, counts.collectives)
-            if begun is None:
-                return None
             tensors = (tensor,)
             call = Call(op, tensors, tensors, tensor)
             work = calls.number(call, op.nbytes, site, started)
             if begun is True:
                 work.settle()
             else:
-                self._go_on(Submission(call, work), kind, begun)
+                tensors = (kept,)
+                self._go_on(Submission(call._replace(inputs=tensors, outputs=tensors), work), kind, begun)
             calls.numbered(call, work)
         except BaseException as exc:
             self._broken(exc)  # the other ranks may be in the operation already

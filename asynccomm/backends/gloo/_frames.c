@@ -166,6 +166,10 @@ static int move_frames(FrameReader *reader, const char *head, const char *data, 
             if (s->fd >= 0 && !s->frame && begin_frame(reader, s) < 0) result = OTHER;
         }
     } while (begins && result == LATE);
+    for (int k = 0; k < reader->count; k++) { /* no event tells of data behind a frame, which has been read */
+        Source *s = &reader->sources[k];
+        if (result == LATE && is_whole(s) && s->start != s->end) result = OTHER;
+    }
     return result;
 }
 
@@ -184,18 +188,35 @@ static PyObject *receive(PyObject *self, PyObject *args)
     return PyLong_FromLong(move_frames(reader, NULL, NULL, 0, guess, seconds));
 }
 
-/* Reduce the frames into `data`, this rank's contribution; whether all were alike. */
-static int reduce(FrameReader *reader, Kernel *kernel, int64_t item, int rank, const char *beginning, char *data, size_t nbytes)
+/* Whether one of n bytes of floats is NaN. */
+CLONES static int has_nan(const void *data, size_t nbytes, int dtype)
 {
+    int found = 0;
+    if (dtype == F32)
+        for (size_t i = 0; i < nbytes / 4; i++) found |= ((const float *)data)[i] != ((const float *)data)[i];
+    if (dtype == F64)
+        for (size_t i = 0; i < nbytes / 8; i++) found |= ((const double *)data)[i] != ((const double *)data)[i];
+    return found;
+}
+
+/* Reduce the frames into `data`, this rank's contribution. No (0) where frames differ; and where there is a NaN: the bits of
+ * the sum of two NaNs depend on the compiler, and other ranks may use torch. */
+static int reduce(FrameReader *reader, int dtype, int operator, int rank, const char *beginning, char *data, size_t nbytes)
+{
+    Kernel *kernel = dtype < 0 ? NULL : core_kernels[dtype][operator];
     void *rows[reader->count + 1];
+    int usual = kernel != NULL;
     rows[rank] = data;
     for (int k = 0; k < reader->count; k++) { /* in the order of frame_exchange.py: from the next rank on */
         Source *s = &reader->sources[k];
         if (!is_whole(s) || s->nbytes != BEGINNING + nbytes || memcmp(s->data, beginning, BEGINNING)) return 0;
         rows[(rank + 1 + k) % (reader->count + 1)] = s->data + BEGINNING;
     }
-    kernel(data, rows, reader->count + 1, nbytes / (size_t)item, 0);
-    return 1;
+    Py_BEGIN_ALLOW_THREADS
+    for (int k = 0; usual && k <= reader->count; k++) usual = !has_nan(rows[k], nbytes, dtype);
+    if (usual) kernel(data, rows, reader->count + 1, nbytes / (size_t)core_item_bytes[dtype], 0);
+    Py_END_ALLOW_THREADS
+    return usual;
 }
 
 /* exchange(sinks, sources, beginning, address, nbytes, rank, dtype, operator, seconds): write a frame, and read those of the others.
@@ -224,8 +245,7 @@ static PyObject *exchange(PyObject *self, PyObject *args)
     memcpy(head + HEADER, beginning, BEGINNING);
     for (int k = 0; k < reader->count; k++) reader->sources[k].unsent = sizeof head + (size_t)nbytes;
     int result = move_frames(reader, head, data, (size_t)nbytes, length + nbytes, seconds);
-    Kernel *kernel = dtype < 0 ? NULL : core_kernels[dtype][operator];
-    if (result == ALL && kernel && reduce(reader, kernel, core_item_bytes[dtype], rank, beginning, data, (size_t)nbytes)) {
+    if (result == ALL && reduce(reader, dtype, operator, rank, beginning, data, (size_t)nbytes)) {
         for (int k = 0; k < reader->count; k++) Py_CLEAR(reader->sources[k].frame);
         result = REDUCED;
     }

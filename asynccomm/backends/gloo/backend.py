@@ -214,13 +214,19 @@ class GlooBackend(Backend):
 
     def _begin(self, kind: CarriedReduce, tensor: Tensor, number: int) -> object | None:
         """See ``DirectAllReduces``."""
-        if not (self._collectives.idle and tensor.layout is torch.strided and is_plain(tensor)):
+        if not self._collectives.idle or torch.is_inference_mode_enabled():
             return None
         try:
+            if tensor.layout is not torch.strided or not is_plain(tensor):
+                return None
             check_tensor(self._context.group, "tensor", tensor)
-        except ValueError:  # for the ordinary path, which raises it again
+        except Exception:  # for the ordinary path, which raises it again
             return None
-        return self._collectives.reduce_now(kind, tensor, number) or None
+        try:
+            return self._collectives.reduce_now(kind, tensor, number) or None
+        except BaseException as exc:
+            self._broken(exc)  # the other ranks may be in the operation already
+            raise
 
     def _broken(self, exc: BaseException) -> None:
         error = BackendError(f"gloo failed: {type(exc).__name__}: {exc}")

@@ -179,6 +179,8 @@ class GlooCollectives:
     def reduce_now(self, kind: CarriedReduce, tensor: Tensor, number: int) -> BegunReduce | bool:
         """Begin an all_reduce as ``exchange`` does, and carry it out on this thread, if the other ranks call it soon.
 
+        No other thread may give ``tensor`` other memory meanwhile.
+
         Returns: True: it is done; False: nothing was done; otherwise the caller next calls ``go_on``.
         """
         if self._queue or self._without_frame or not self._may_exchange():
@@ -192,10 +194,12 @@ class GlooCollectives:
                 return False
             self._predictor.record(kind.heading, needs_every_rank=False)
             started = self._next_place(kind, _unset)
-            if done:
-                self._waited = 0.0
-                return True
-            self._queue.append(started)
+            if not done:
+                self._queue.append(started)
+        self._frame_exchange.settle_all()
+        if done:
+            self._waited = 0.0
+            return True
         return BegunReduce(kind, beginning, began, started)
 
     def go_on(self, begun: BegunReduce, tensor: Tensor, describe: Callable[[], Submission], over: Over) -> None:

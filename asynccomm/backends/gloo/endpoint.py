@@ -186,7 +186,7 @@ class Endpoint:
         self._late = False
 
     def feed(self, peer: int, data: bytes) -> None:
-        """Use data from the descriptor of ``source`` that was read elsewhere. Under the lock."""
+        """Use data from the descriptor of ``source`` that was read elsewhere. Under the lock; then ``settle``."""
         link = self._inbound[peer]
         if link.fd in self._links:
             link.feed(data)
@@ -396,6 +396,10 @@ class Endpoint:
         with self.lock:
             self._readers += number
             self._listen()
+
+    def settle(self) -> None:
+        """Report the operations that ``feed`` has completed. Without the lock."""
+        self._settle()
 
     def drain(self, seconds: float) -> None:
         """Receive the data that has arrived already, in at most ``seconds`` of CPU time: the machine may be busy."""

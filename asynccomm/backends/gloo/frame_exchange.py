@@ -55,6 +55,7 @@ class FrameExchange:
         self._running = threading.Lock()  # held by the thread that reports the exchanges that are over
         self._reporter = 0  # that thread
         self._reader: Any = None  # in C, of the frames of ``_others``
+        self._fed = False  # data was given to links, whose operations may be over
         self._guess = 0  # bytes of this rank's last frame: the others are probably as long
 
     def open(self, endpoint: Endpoint) -> None:
@@ -95,7 +96,7 @@ class FrameExchange:
         """Send a frame of ``beginning`` and the memory of ``tensor``, and reduce those of all ranks into it, in C.
 
         Waits for ``seconds`` from the last byte on, and at most ten times as long. Not while another thread may call
-        ``begin``.
+        ``begin``. The caller then calls ``settle_all``, and keeps the memory of ``tensor`` alive.
 
         Returns: whether ``tensor`` has the result: if not, the caller next calls ``go_on``; None: nothing was done.
         """
@@ -158,9 +159,10 @@ class FrameExchange:
                 return self.receive(until, done)
         while not done():
             with self._lock:
-                if not self._read_frames(until):
-                    return
-            self.settle()
+                goes_on = self._read_frames(until)
+            self.settle_all()
+            if not goes_on:
+                return
 
     def _read_frames(self, until: float) -> bool:
         """Receive the frames of the oldest exchange; returns whether they have come. Under the lock."""
@@ -184,9 +186,17 @@ class FrameExchange:
         """Give data that was read in C, and is no frame of all ranks, to the links. Under the lock."""
         if self._reader.holds:
             assert self._endpoint is not None
+            self._fed = True
             for peer, data in zip(self._others, self._reader.returned(), strict=True):
                 if data:
                     self._endpoint.feed(peer, data)
+
+    def settle_all(self) -> None:
+        """Report the exchanges that are over, and messages that ``reduce`` or ``receive`` has come across."""
+        self.settle()
+        if self._fed and self._endpoint is not None:
+            self._fed = False
+            self._endpoint.settle()
 
     def settle(self) -> None:
         """Report the exchanges that are over. From any thread, without locks."""

@@ -230,12 +230,17 @@ class HierarchicalBackend(Backend):
         The first step's own fast path in C refuses every tensor that is not plain. Further steps follow at once, as
         long as the other ranks come in time.
         """
-        if not (self._in_flight.idle and self._pipeline.idle):
+        if not (self._in_flight.idle and self._pipeline.idle) or torch.is_inference_mode_enabled():
             return None
         over, taken, tensors = 0, None, (tensor,)
         for lane, check in kind.direct:
             calls = self._quick[lane]
-            taken = calls.take(number, check, tensors)
+            try:
+                taken = calls.take(number, check, tensors)
+            except BaseException as exc:
+                if over:
+                    self._broken(exc)  # the other ranks may be in the operation already
+                raise
             if taken is None or not calls.is_over(taken):
                 break
             over, taken = over + 1, None

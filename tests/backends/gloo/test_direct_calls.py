@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import socket
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -213,3 +217,130 @@ async def test_calls_from_a_thread_and_from_tasks(comm: Comm) -> None:
 
     result, _ = await asyncio.gather(asyncio.to_thread(reduce), exchange())
     assert result == [2.0**20] * 2
+
+
+async def warmed_up(comm: Comm, n: int) -> None:
+    """Open all connections, and make all_reduces of ``n`` elements direct."""
+    for rank in range(comm.size):
+        for peer in range(comm.size):
+            if rank != peer and comm.rank == rank:
+                await comm.send(torch.zeros(1), peer)
+            elif rank != peer and comm.rank == peer:
+                await comm.recv(torch.zeros(1), rank)
+    for _ in range(4):
+        await comm.all_reduce(torch.ones(n))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_message_that_is_read_in_the_call_ends_its_receive(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank calls its all_reduce when the message is answered."""
+    monkeypatch.setattr("asynccomm.backends.gloo.collectives.SPIN_SECONDS", 0.05)
+    await warmed_up(comm, 2)
+    for _ in range(REPEATED):
+        if comm.rank == 0:
+
+            async def answer() -> None:
+                await comm.recv(torch.zeros(1), 1)
+                await comm.send(torch.zeros(1), 1)
+
+            answering = asyncio.create_task(answer())
+            await asyncio.sleep(0)  # the receive is there
+            work = comm.all_reduce(torch.ones(2))
+            await answering
+            await work
+        else:
+            await comm.send(torch.zeros(1), 0)
+            await comm.recv(torch.zeros(1), 0)
+            await comm.all_reduce(torch.ones(2))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.ranks(3, backend="gloo")
+async def test_a_message_behind_a_frame_is_not_kept_in_c(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 sends its frame when rank 0 has answered a message that came together with the frame of rank 1."""
+    monkeypatch.setattr("asynccomm.backends.gloo.p2p.SPIN_SECONDS", 1.0)
+    await warmed_up(comm, 2)
+    for _ in range(2):
+        await comm.broadcast(torch.ones(100), 0)
+    if comm.rank == 0:
+
+        async def answer() -> None:
+            await comm.recv(torch.zeros(1), 1)
+            await comm.send(torch.zeros(1), 2)
+
+        backend: Any = comm.unsafe_get_backend()
+        backend._p2p._waited = 1.0  # no spin
+        answering = asyncio.create_task(answer())
+        await asyncio.sleep(0)
+        backend._p2p._waited = 0.0
+        endpoint, arrived = backend._endpoint, backend._frames._arrived[1]
+        there = 0
+        while there <= 100 and not arrived:  # a frame and a message, each with a header of 32 bytes
+            with endpoint.lock, contextlib.suppress(BlockingIOError):
+                endpoint.note_use()  # the endpoint's thread leaves the sockets alone, unless it is very late
+                there = len(endpoint._inbound[1].sock.recv(1000, socket.MSG_PEEK))
+        await comm.broadcast(torch.ones(100), 0)
+        await answering
+    elif comm.rank == 1:
+        work = comm.broadcast(torch.ones(100), 0)
+        await comm.send(torch.zeros(1), 0)
+        await work
+    else:
+        await comm.recv(torch.zeros(1), 0)
+        await comm.broadcast(torch.ones(100), 0)
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_memory_that_another_thread_takes_away_is_kept(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynccomm.backends.gloo.collectives.SPIN_SECONDS", 0.3)
+    await warmed_up(comm, 2048)
+    if comm.rank == 0:
+        tensor, began = torch.ones(2048), threading.Event()
+        address, waits = tensor.data_ptr(), frame_exchange.FrameExchange.reduce
+
+        def noting(*arguments: Any) -> bool | None:
+            began.set()
+            return waits(*arguments)
+
+        monkeypatch.setattr(frame_exchange.FrameExchange, "reduce", noting)
+        reducing = asyncio.create_task(asyncio.to_thread(lambda: comm.all_reduce(tensor).wait()))
+        await asyncio.to_thread(began.wait)
+        tensor.data = torch.zeros(1)
+        others = [torch.full((2048,), 7.0) for _ in range(50)]
+        assert all(other.data_ptr() != address for other in others)
+        await comm.send(torch.zeros(1), 1)
+        await reducing
+        assert all(other.eq(7).all() for other in others)
+        assert tensor.tolist() == [0.0]
+    else:
+        await comm.recv(torch.zeros(1), 0)
+        await comm.all_reduce(torch.ones(2048))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_call_under_vmap_fails_alone(comm: Comm) -> None:
+    await warmed_up(comm, 4)
+
+    def reduce(row: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(NotImplementedError):
+            comm.all_reduce(row)
+        return row
+
+    torch.vmap(reduce)(torch.ones(3, 4))
+    assert (await comm.all_reduce(torch.ones(4))).tolist() == [2.0] * 4
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_nans_have_the_bits_of_torch(comm: Comm) -> None:
+    """Each rank may end in C or in Python; the payload of a sum of two NaNs differs between them."""
+    await warmed_up(comm, 4001)
+    nans = torch.full((4001,), float("nan")).view(torch.int32) + comm.rank + 1
+    mine, ordinary = nans.view(torch.float32).clone(), nans.view(torch.float32).clone()
+    await comm.all_reduce(mine)
+    await comm.all_reduce(ordinary, timeout=20)
+    both = [torch.zeros_like(nans) for _ in range(2)]
+    await comm.all_gather(both, mine.view(torch.int32))
+    assert both[0].equal(both[1])
+    assert mine.view(torch.int32).equal(ordinary.view(torch.int32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import socket
 import struct
@@ -71,6 +72,13 @@ def test_frames_of_all_sources_are_received(peers: Peers) -> None:
     assert frames.receive(peers.fds, 100, SECONDS) == ALL
     assert [*frames.frames()] == [b"short" * 20, b"more" * 5000]
     assert not frames.holds
+
+
+def test_data_behind_a_frame_is_not_kept_while_others_are_late(peers: Peers) -> None:
+    frames = reader()
+    peers.there[0].sendall(framed(b"f" * 70) + message(b"behind"))
+    assert frames.receive(peers.fds, 1000, 0.0) == OTHER
+    assert frames.returned() == [framed(b"f" * 70) + message(b"behind"), b""]
 
 
 def test_a_source_without_descriptor_is_left_out(peers: Peers) -> None:
@@ -184,7 +192,7 @@ def test_frames_are_reduced_in_the_order_of_ranks(dtype: torch.dtype, rank: int)
             continue
         rows = [torch.randn(33, dtype=torch.float64).mul(50).to(dtype) for _ in range(3)]
         if floating:
-            rows[1][0] = float("nan")
+            rows[1][0], rows[2][0] = float("inf"), -float("inf")
         expected = accumulate([row.clone() for row in rows], reduction)
         tensor, peers = rows[rank].clone(), Peers(2)
         assert exchanged(rank, tensor, reduction, peers, [rows[(rank + k) % 3] for k in (1, 2)]) == REDUCED
@@ -194,9 +202,9 @@ def test_frames_are_reduced_in_the_order_of_ranks(dtype: torch.dtype, rank: int)
         peers.close()
 
 
-@pytest.mark.parametrize("odd", ["beginning", "length", "kernel"])
+@pytest.mark.parametrize("odd", ["beginning", "length", "kernel", "nan"])
 def test_frames_that_differ_are_left_to_python(peers: Peers, odd: str) -> None:
-    mine, theirs = torch.ones(4), bytes(16)
+    mine, theirs = torch.ones(4), struct.pack("<ff", 0.0, math.nan if odd == "nan" else 1.0) * 2
     frames = reader()
     peers.there[0].sendall(framed(BEGINNING + theirs))
     other = framed((BEGINNING[::-1] if odd == "beginning" else BEGINNING) + theirs + b"1234" * (odd == "length"))
