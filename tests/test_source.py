@@ -24,6 +24,7 @@ ORDER = [package for layer in LAYERS for package in layer.split()]
 # new operation changes these modules and ``ops`` only.
 BY_OPERATION = {
     "backends.computing",
+    "backends.gloo.carried",
     "backends.gloo.collectives",
     "backends.gloo.disputes",
     "backends.gloo.frames",

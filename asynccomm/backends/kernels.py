@@ -32,9 +32,9 @@ OPERATORS: Final = {
 }
 
 
-def exact_kernel(dtype: torch.dtype, reduction: RedOpType) -> tuple[int, int]:
-    """The numbers of dtype and operator of a kernel that gives the bits of ``arithmetic.accumulate``; (-1, 0): none."""
+def exact_kernel(dtype: torch.dtype, reduction: RedOpType) -> tuple[int, int] | None:
+    """The numbers of a kernel with the bits of ``arithmetic.accumulate``, except for NaNs; None: there is none."""
     floating_order = dtype.is_floating_point and reduction in (RedOpType.MIN, RedOpType.MAX)  # signs of zeros
     if dtype not in DTYPES or floating_order:
-        return -1, 0
+        return None
     return DTYPES.index(dtype), OPERATORS[reduction]

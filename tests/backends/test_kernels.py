@@ -26,5 +26,5 @@ def test_the_numbers_are_those_of_the_header() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_order_of_floats_has_no_exact_kernel(dtype: torch.dtype) -> None:
-    assert exact_kernel(dtype, RedOpType.MIN) == exact_kernel(torch.complex64, RedOpType.SUM) == (-1, 0)
+    assert exact_kernel(dtype, RedOpType.MIN) is exact_kernel(torch.complex64, RedOpType.SUM) is None
     assert exact_kernel(dtype, RedOpType.SUM) == (DTYPES.index(dtype), 0)

@@ -12,12 +12,17 @@
 enum { HEADER = 32, KIND_FRAME = 8, FIRST = 16 }; /* of messages.Header: its bytes, Kind.FRAME, the offset of `first` */
 enum { ROOM = 4096 }; /* bytes of the first read, at most */
 enum { STRETCHES = 10 };
-enum { BEGINNING = 64 }; /* bytes of a frame ahead of the contribution: frames._HEADER */
-enum { LATE, ALL, OTHER, REDUCED }; /* as in frame_exchange.py */
+enum { EQUAL = 48, BEGINNING = 64 }; /* bytes of a frame that are equal on all ranks, and ahead of the contribution: frames.py */
+enum { LATE, ALL, OTHER, CARRIED }; /* as in frame_exchange.py */
 
 typedef struct {
     int fd, sink;       /* the descriptors to read from and to write to; a negative one is not used */
-    size_t unsent;      /* bytes of this rank's frame, with its header, that `sink` has not taken */
+    char head[HEADER + BEGINNING]; /* of this rank's frame for the peer */
+    const char *give;   /* the contribution behind it */
+    size_t given;       /* its bytes */
+    size_t unsent;      /* bytes of the frame, with its header, that `sink` has not taken */
+    char *take;         /* the place of the peer's contribution; NULL: it has none */
+    size_t guess;       /* bytes to read at first, probably a frame with its header */
     size_t start, end;  /* of the bytes in `room` that are not used yet */
     PyObject *frame;    /* a bytearray, or NULL until the header has come */
     char *data;         /* of the frame */
@@ -61,11 +66,11 @@ static void dealloc(PyObject *self)
     core_free(self);
 }
 
-/* Read once, at most `guess` bytes where a frame begins. 1: bytes have come; 0: none are there; -1: Python has to look. */
-static int read_some(Source *s, size_t guess)
+/* Read once. 1: bytes have come; 0: none are there; -1: Python has to look. */
+static int read_some(Source *s)
 {
     char *to = s->frame ? s->data + s->got : s->room + s->end;
-    size_t most = s->frame ? s->nbytes - s->got : guess > s->end ? guess - s->end : 0; /* 0: as after an error */
+    size_t most = s->frame ? s->nbytes - s->got : s->guess > s->end ? s->guess - s->end : 0; /* 0: as after an error */
     ssize_t count = recv(s->fd, to, most, MSG_DONTWAIT);
     if (count <= 0) return count < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : -1;
     if (s->frame) s->got += (size_t)count;
@@ -97,9 +102,9 @@ static int begin_frame(const FrameReader *reader, Source *s)
 }
 
 /* Read what has come for one source: as `read_some`; 2: a header has come. */
-static int advance(Source *s, size_t guess)
+static int advance(Source *s)
 {
-    int result = read_some(s, guess);
+    int result = read_some(s);
     return result == 1 && !s->frame && s->end - s->start >= HEADER ? 2 : result;
 }
 
@@ -120,23 +125,22 @@ static int take_descriptors(FrameReader *reader, PyObject *list, int sinks)
 }
 
 /* Write as much of a frame as the sink takes; whether it took any. An error is left to Python, which finds it, too. */
-static int write_some(Source *s, const char *head, const char *data, size_t nbytes)
+static int write_some(Source *s)
 {
-    size_t at = HEADER + BEGINNING + nbytes - s->unsent;
-    size_t left = at < HEADER + BEGINNING ? HEADER + BEGINNING - at : 0, offset = left ? 0 : at - HEADER - BEGINNING;
-    struct iovec parts[2] = {{(void *)(uintptr_t)(head + at), left}, {(void *)(uintptr_t)(data + offset), nbytes - offset}};
+    size_t at = sizeof s->head + s->given - s->unsent;
+    size_t left = at < sizeof s->head ? sizeof s->head - at : 0, offset = left ? 0 : at - sizeof s->head;
+    struct iovec parts[2] = {{s->head + at, left}, {(void *)(uintptr_t)(s->give + offset), s->given - offset}};
     struct msghdr message = {.msg_iov = left ? parts : parts + 1, .msg_iovlen = left ? 2 : 1};
     ssize_t count = sendmsg(s->sink, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (count > 0) s->unsent -= (size_t)count;
     return count > 0;
 }
 
-/* Write this rank's frame, as far as it is unsent, and read until all sources have one, but for those without a descriptor.
+/* Write this rank's frames, as far as they are unsent, and read until all sources have one, but for those without a descriptor.
  *
- * The wait ends when nothing has moved for `seconds`, and after STRETCHES times as long. `guess` as in receive(). */
-static int move_frames(FrameReader *reader, const char *head, const char *data, size_t nbytes, Py_ssize_t guess, double seconds)
+ * The wait ends when nothing has moved for `seconds`, and after STRETCHES times as long. */
+static int move_frames(FrameReader *reader, double seconds)
 {
-    size_t most = guess < 0 || guess > ROOM - HEADER ? ROOM : (size_t)guess + HEADER;
     double until = monotonic() + seconds, end = until + (STRETCHES - 1) * seconds;
     int result = LATE, begins;
     do {
@@ -146,9 +150,9 @@ static int move_frames(FrameReader *reader, const char *head, const char *data, 
             int moved = 0, missing = 0;
             for (int k = 0; k < reader->count && result != OTHER; k++) {
                 Source *s = &reader->sources[k];
-                if (s->unsent) moved |= write_some(s, head, data, nbytes), missing += s->unsent > 0;
+                if (s->unsent) moved |= write_some(s), missing += s->unsent > 0;
                 if (s->fd < 0 || is_whole(s)) continue;
-                int found = advance(s, most);
+                int found = advance(s);
                 if (found < 0) result = OTHER;
                 else if (found == 2) begins = 1;
                 moved |= found > 0, missing += !is_whole(s);
@@ -173,6 +177,9 @@ static int move_frames(FrameReader *reader, const char *head, const char *data, 
     return result;
 }
 
+/* Have the next frame of a source be read as one of `nbytes`. */
+static void expect(Source *s, size_t nbytes) { s->guess = nbytes > ROOM - HEADER ? ROOM : nbytes + HEADER; }
+
 /* receive(descriptors, guess, seconds): read until all sources have a frame, but for those whose descriptor is -1.
  *
  * `guess` is the probable length of a frame: no more bytes are read where one begins. */
@@ -184,8 +191,8 @@ static PyObject *receive(PyObject *self, PyObject *args)
     double seconds;
     if (!PyArg_ParseTuple(args, "O!nd", &PyList_Type, &descriptors, &guess, &seconds)) return NULL;
     if (take_descriptors(reader, descriptors, 0)) return NULL;
-    for (int k = 0; k < reader->count; k++) reader->sources[k].unsent = 0;
-    return PyLong_FromLong(move_frames(reader, NULL, NULL, 0, guess, seconds));
+    for (int k = 0; k < reader->count; k++) reader->sources[k].unsent = 0, expect(&reader->sources[k], guess < 0 ? ROOM : (size_t)guess);
+    return PyLong_FromLong(move_frames(reader, seconds));
 }
 
 /* Whether one of n bytes of floats is NaN. */
@@ -199,57 +206,111 @@ CLONES static int has_nan(const void *data, size_t nbytes, int dtype)
     return found;
 }
 
-/* Reduce the frames into `data`, this rank's contribution. No (0) where frames differ; and where there is a NaN: the bits of
- * the sum of two NaNs depend on the compiler, and other ranks may use torch. */
-static int reduce(FrameReader *reader, int dtype, int operator, int rank, const char *beginning, char *data, size_t nbytes)
+/* Fill in the beginning of a frame behind the bytes that are equal on all ranks: as frames._OWN, a balance, the bytes of the
+ * contribution, and a flag. */
+static void fill_own(char *beginning, size_t nbytes)
 {
-    Kernel *kernel = dtype < 0 ? NULL : core_kernels[dtype][operator];
+    uint32_t own[4] = {0, 0, (uint32_t)nbytes, 1};
+    memcpy(beginning + EQUAL, own, sizeof own);
+}
+
+/* Whether the frame of a source is as it has to be; `equal` are the bytes that this rank's frame begins with. */
+static int is_expected(const Source *s, const char *equal, size_t nbytes)
+{
+    char beginning[BEGINNING];
+    size_t length = s->take ? nbytes : 0;
+    memcpy(beginning, equal, EQUAL);
+    fill_own(beginning, length);
+    return is_whole(s) && s->nbytes == BEGINNING + length && !memcmp(s->data, beginning, BEGINNING);
+}
+
+/* Reduce the contributions into `target`. No (0) where there is a NaN: the bits of the sum of two NaNs depend on the compiler,
+ * and other ranks may use torch. */
+static int reduce(FrameReader *reader, Kernel *kernel, int dtype, int rank, char *source, char *target, size_t nbytes)
+{
+    int usual = 1;
     void *rows[reader->count + 1];
-    int usual = kernel != NULL;
-    rows[rank] = data;
-    for (int k = 0; k < reader->count; k++) { /* in the order of frame_exchange.py: from the next rank on */
-        Source *s = &reader->sources[k];
-        if (!is_whole(s) || s->nbytes != BEGINNING + nbytes || memcmp(s->data, beginning, BEGINNING)) return 0;
-        rows[(rank + 1 + k) % (reader->count + 1)] = s->data + BEGINNING;
-    }
+    rows[rank] = source;
+    for (int k = 0; k < reader->count; k++) /* in the order of frame_exchange.py: from the next rank on */
+        rows[(rank + 1 + k) % (reader->count + 1)] = reader->sources[k].data + BEGINNING;
     Py_BEGIN_ALLOW_THREADS
     for (int k = 0; usual && k <= reader->count; k++) usual = !has_nan(rows[k], nbytes, dtype);
-    if (usual) kernel(data, rows, reader->count + 1, nbytes / (size_t)core_item_bytes[dtype], 0);
+    if (usual) kernel(target, rows, reader->count + 1, nbytes / (size_t)core_item_bytes[dtype], 0);
     Py_END_ALLOW_THREADS
     return usual;
 }
 
-/* exchange(sinks, sources, beginning, address, nbytes, rank, dtype, operator, seconds): write a frame, and read those of the others.
+/* The addresses of a list, each for one source; 0 for none. -1 with an exception. */
+static int take_addresses(FrameReader *reader, PyObject *list, int gives)
+{
+    if (PyList_Size(list) != reader->count) {
+        PyErr_Format(PyExc_ValueError, "%zd addresses", PyList_Size(list));
+        return -1;
+    }
+    for (int k = 0; k < reader->count; k++) {
+        unsigned long long address = PyLong_AsUnsignedLongLong(PyList_GetItem(list, k));
+        if (PyErr_Occurred()) return -1;
+        if (gives) reader->sources[k].give = (const char *)(uintptr_t)address;
+        else reader->sources[k].take = (char *)(uintptr_t)address;
+    }
+    return 0;
+}
+
+/* carry(sinks, sources, equal, gives, takes, source, target, nbytes, rank, dtype, operator, seconds): a collective.
  *
- * The frame consists of `beginning` and of the memory at `address`, which gets the result after REDUCED. A negative `dtype`
- * reduces nothing. unsent() then tells how much is left to write, after LATE and OTHER. */
-static PyObject *exchange(PyObject *self, PyObject *args)
+ * Writes a frame to each sink, which begins with `equal` and ends with the contribution at the address in `gives`, if any;
+ * reads the frames of the others; then copies their contributions to the addresses in `takes`, and this rank's own from
+ * `source` to `target`. With a `dtype` of 0 or more, the contributions of the ranks in `takes` and the own one are reduced into
+ * `target` in place of that: those of all ranks, or none. With a `dtype` below -1, Python does the last part. All contributions
+ * have `nbytes`.
+ *
+ * CARRIED: it is done. ALL: Python has to do the last part. unsent() tells how much is left to write, after LATE and OTHER. */
+static PyObject *carry(PyObject *self, PyObject *args)
 {
     FrameReader *reader = (FrameReader *)self;
-    PyObject *sinks, *sources;
-    const char *beginning;
-    unsigned long long address;
+    PyObject *sinks, *sources, *gives, *takes;
+    const char *equal;
+    unsigned long long from, to;
     Py_ssize_t length, nbytes;
     int rank, dtype, operator;
     double seconds;
-    if (!PyArg_ParseTuple(args, "O!O!y#Kniiid", &PyList_Type, &sinks, &PyList_Type, &sources, &beginning, &length, &address, &nbytes, &rank,
-                          &dtype, &operator, &seconds))
+    if (!PyArg_ParseTuple(args, "O!O!y#O!O!KKniiid", &PyList_Type, &sinks, &PyList_Type, &sources, &equal, &length, &PyList_Type, &gives,
+                          &PyList_Type, &takes, &from, &to, &nbytes, &rank, &dtype, &operator, &seconds))
         return NULL;
-    if (length != BEGINNING || nbytes < 0 || nbytes > reader->longest - BEGINNING || rank < 0 || rank > reader->count || dtype >= DTYPES
-        || operator < 0 || operator >= OPERATORS)
+    if (length != EQUAL || nbytes < 0 || nbytes > reader->longest - BEGINNING || rank < 0 || rank > reader->count || dtype >= DTYPES
+        || operator < 0 || operator >= OPERATORS || (dtype >= 0 && !core_kernels[dtype][operator]))
         return PyErr_Format(PyExc_ValueError, "%zd bytes, %zd of data, rank %d, kernel %d %d", length, nbytes, rank, dtype, operator);
-    if (take_descriptors(reader, sinks, 1) || take_descriptors(reader, sources, 0)) return NULL;
-    char *data = (char *)(uintptr_t)address, head[HEADER + BEGINNING] = {KIND_FRAME};
-    int64_t bytes = (int64_t)(length + nbytes);
-    memcpy(head + FIRST, &bytes, sizeof bytes);
-    memcpy(head + HEADER, beginning, BEGINNING);
-    for (int k = 0; k < reader->count; k++) reader->sources[k].unsent = sizeof head + (size_t)nbytes;
-    int result = move_frames(reader, head, data, (size_t)nbytes, length + nbytes, seconds);
-    if (result == ALL && reduce(reader, dtype, operator, rank, beginning, data, (size_t)nbytes)) {
-        for (int k = 0; k < reader->count; k++) Py_CLEAR(reader->sources[k].frame);
-        result = REDUCED;
+    if (take_descriptors(reader, sinks, 1) || take_descriptors(reader, sources, 0) || take_addresses(reader, gives, 1)
+        || take_addresses(reader, takes, 0))
+        return NULL;
+    for (int k = 0; k < reader->count; k++) {
+        Source *s = &reader->sources[k];
+        s->given = s->give ? (size_t)nbytes : 0;
+        s->unsent = sizeof s->head + s->given;
+        int64_t bytes = (int64_t)(BEGINNING + s->given);
+        memset(s->head, 0, HEADER);
+        s->head[0] = KIND_FRAME;
+        memcpy(s->head + FIRST, &bytes, sizeof bytes);
+        memcpy(s->head + HEADER, equal, EQUAL);
+        fill_own(s->head + HEADER, s->given);
+        expect(s, BEGINNING + (s->take ? (size_t)nbytes : 0));
     }
-    return PyLong_FromLong(result);
+    int result = move_frames(reader, seconds), reduces = dtype >= 0 && to;
+    char *source = (char *)(uintptr_t)from, *target = (char *)(uintptr_t)to;
+    for (int k = 0; result == ALL && k < reader->count; k++)
+        if (!is_expected(&reader->sources[k], equal, (size_t)nbytes)) return PyLong_FromLong(ALL);
+    if (result != ALL || dtype < -1) return PyLong_FromLong(result);
+    if (reduces) {
+        if (!reduce(reader, core_kernels[dtype][operator], dtype, rank, source, target, (size_t)nbytes)) return PyLong_FromLong(ALL);
+    } else if (target) {
+        memmove(target, source, (size_t)nbytes);
+    }
+    for (int k = 0; k < reader->count; k++) {
+        Source *s = &reader->sources[k];
+        if (s->take && !reduces) memcpy(s->take, s->data + BEGINNING, (size_t)nbytes);
+        Py_CLEAR(s->frame);
+    }
+    return PyLong_FromLong(CARRIED);
 }
 
 /* unsent(): the bytes at the end of the frame that each sink has not taken */
@@ -320,7 +381,7 @@ static PyObject *holds(PyObject *self, void *Py_UNUSED(closure))
 }
 
 static PyMethodDef methods[] = {
-    {"receive", receive, METH_VARARGS, NULL}, {"exchange", exchange, METH_VARARGS, NULL}, {"unsent", unsent, METH_NOARGS, NULL},
+    {"receive", receive, METH_VARARGS, NULL}, {"carry", carry, METH_VARARGS, NULL}, {"unsent", unsent, METH_NOARGS, NULL},
     {"frames", frames, METH_NOARGS, NULL}, {"returned", returned, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
 static PyGetSetDef fields[] = {{"holds", holds, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot slots[] = {

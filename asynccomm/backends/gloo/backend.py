@@ -23,12 +23,10 @@ from typing import Any, ClassVar, Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
-import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from asynccomm.backends.addresses import LOOPBACK, advice, choose_address, several_networks
-from asynccomm.backends.arithmetic import is_plain
 from asynccomm.backends.base import (
     Backend,
     BackendContext,
@@ -38,8 +36,9 @@ from asynccomm.backends.base import (
     RankInfo,
     Submission,
 )
-from asynccomm.backends.direct_calls import DirectAllReduces
-from asynccomm.backends.gloo.collectives import BegunReduce, GlooCollectives
+from asynccomm.backends.gloo.carried import CarriedCall, CarriedMemory
+from asynccomm.backends.gloo.collectives import BegunCall, GlooCollectives
+from asynccomm.backends.gloo.direct_calls import CarriedCollectives
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.frames import CarriedReduce
@@ -54,7 +53,6 @@ from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import WindowInfo
-from asynccomm.ops.validation import check_tensor
 from asynccomm.store.torch_store import TorchStoreView
 
 T = TypeVar("T", bound=BaseException)
@@ -194,39 +192,23 @@ class GlooBackend(Backend):
         """Begin a small all_reduce without a submission: see ``GlooCollectives.exchange``."""
         return self._collectives.exchange(kind, tensor, number, describe, over)
 
-    def reduce_now(self, kind: CarriedReduce, tensor: Tensor, number: int) -> BegunReduce | bool:
-        """Carry out a small all_reduce without a submission: see ``GlooCollectives.reduce_now``."""
-        return self._collectives.reduce_now(kind, tensor, number)
+    def carry_now(self, kind: CarriedCall, memory: CarriedMemory, number: int) -> BegunCall | bool:
+        """Carry out a small collective without a submission: see ``GlooCollectives.carry_now``."""
+        return self._collectives.carry_now(kind, memory, number)
 
     def go_on(
-        self, begun: BegunReduce, tensor: Tensor, describe: Callable[[], Submission], over: Callable[[], object]
+        self,
+        begun: BegunCall,
+        kind: CarriedReduce,
+        tensor: Tensor,
+        describe: Callable[[], Submission],
+        over: Callable[[], object],
     ) -> None:
         """Go on with an all_reduce: see ``GlooCollectives.go_on``."""
-        self._collectives.go_on(begun, tensor, describe, over)
+        self._collectives.go_on(begun, kind, tensor, describe, over)
 
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
-        if not self._frames.in_c:
-            return None
-        return DirectAllReduces(calls, self._kind_of, self._begin, self._collectives.go_on_alone, self._broken)
-
-    def _kind_of(self, submission: Submission) -> CarriedReduce | None:
-        return CarriedReduce.of(submission, self._size)
-
-    def _begin(self, kind: CarriedReduce, tensor: Tensor, number: int) -> object | None:
-        """See ``DirectAllReduces``."""
-        if not self._collectives.idle or torch.is_inference_mode_enabled():
-            return None
-        try:
-            if tensor.layout is not torch.strided or not is_plain(tensor):
-                return None
-            check_tensor(self._context.group, "tensor", tensor)
-        except Exception:  # for the ordinary path, which raises it again
-            return None
-        try:
-            return self._collectives.reduce_now(kind, tensor, number) or None
-        except BaseException as exc:
-            self._broken(exc)  # the other ranks may be in the operation already
-            raise
+        return CarriedCollectives(calls, self._collectives, self._broken) if self._frames.in_c else None
 
     def _broken(self, exc: BaseException) -> None:
         error = BackendError(f"gloo failed: {type(exc).__name__}: {exc}")

@@ -39,9 +39,10 @@ from torch import Tensor
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.alarms import Alarms
+from asynccomm.backends.gloo.carried import CarriedCall, CarriedMemory
 from asynccomm.backends.gloo.disputes import Dispute
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
-from asynccomm.backends.gloo.frames import CarriedReduce, Frame, complete, heading_of, is_carried, parcel_of
+from asynccomm.backends.gloo.frames import CarriedReduce, Frame, complete, equal_part, heading_of, is_carried, parcel_of
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.gloo.links import Buffer
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
@@ -85,12 +86,11 @@ class _Started:
         self.latch: Latch | None = None
 
 
-class BegunReduce(NamedTuple):
-    """An all_reduce that ``GlooCollectives.reduce_now`` has begun, at the time ``began`` of ``time.monotonic``."""
+class BegunCall(NamedTuple):
+    """A collective that ``GlooCollectives.carry_now`` has begun, at the time ``began`` of ``time.monotonic``."""
 
-    kind: CarriedReduce
-    beginning: bytes
     began: float
+    number: int
     started: _Started
 
 
@@ -168,56 +168,70 @@ class GlooCollectives:
         self._predictor.record(kind.heading, needs_every_rank=False)
         frame = Frame(self._rank, self._size)
         with self._order:
-            started = self._next_place(kind, over)
-            frame.fill_with(tensor, kind.beginning(started.place, number))
+            started = self._next_place(kind.heading, over)
+            frame.fill_with(tensor, started.place, number, kind.heading)
             self._queue.append(started)
             done = partial(self._exchanged, started, frame, kind, tensor, describe)
             self._frame_exchange.begin(frame, done)
         self._frame_exchange.settle()
         return True
 
-    def reduce_now(self, kind: CarriedReduce, tensor: Tensor, number: int) -> BegunReduce | bool:
-        """Begin an all_reduce as ``exchange`` does, and carry it out on this thread, if the other ranks call it soon.
+    def carry_now(self, kind: CarriedCall, memory: CarriedMemory, number: int) -> BegunCall | bool:
+        """Begin a collective that frames carry, and carry it out on this thread, if the other ranks call it soon.
 
-        No other thread may give ``tensor`` other memory meanwhile.
+        Conditions as of ``exchange``. No other thread may free ``memory`` meanwhile.
 
-        Returns: True: it is done; False: nothing was done; otherwise the caller next calls ``go_on``.
+        Returns: True: it is done; False: nothing was done; otherwise the caller next calls ``go_on``, or
+            ``go_on_alone``.
         """
         if self._queue or self._without_frame or not self._may_exchange():
             return False
         began = time.monotonic()
         seconds = SPIN_SECONDS if self._waited <= SHORT_WAIT_SECONDS else 0.0
         with self._order:
-            beginning = kind.beginning(self._places, number)
-            done = self._frame_exchange.reduce(beginning, tensor, kind.kernel, seconds)
+            equal = equal_part(self._places, number, kind.heading)
+            done = self._frame_exchange.carry(kind, equal, memory, seconds)
             if done is None:
                 return False
             self._predictor.record(kind.heading, needs_every_rank=False)
-            started = self._next_place(kind, _unset)
+            started = self._next_place(kind.heading, _unset)
             if not done:
                 self._queue.append(started)
         self._frame_exchange.settle_all()
         if done:
             self._waited = 0.0
             return True
-        return BegunReduce(kind, beginning, began, started)
+        return BegunCall(began, number, started)
 
-    def go_on(self, begun: BegunReduce, tensor: Tensor, describe: Callable[[], Submission], over: Over) -> None:
-        """Go on with an all_reduce that ``reduce_now`` has begun; the arguments are those of ``exchange``.
+    def go_on(
+        self,
+        begun: BegunCall,
+        kind: CarriedReduce,
+        tensor: Tensor,
+        describe: Callable[[], Submission],
+        over: Over,
+    ) -> None:
+        """Go on with an all_reduce that ``carry_now`` has begun; the arguments are those of ``exchange``.
 
         Args:
-            tensor: with the memory of that of ``reduce_now``, which the caller may give other memory from then on.
+            tensor: with the memory of ``carry_now``, which the caller may take from its own tensor from then on.
         """
+        started = begun.started
         frame = Frame(self._rank, self._size)
-        frame.fill_with(tensor, begun.beginning)
-        begun.started.over = partial(self._waited_for, begun.began, over)
-        done = partial(self._exchanged, begun.started, frame, begun.kind, tensor, describe)
-        self._frame_exchange.go_on(frame, done)
+        frame.fill_with(tensor, started.place, begun.number, kind.heading)
+        started.over = partial(self._waited_for, begun.began, over)
+        self._frame_exchange.go_on(frame, partial(self._exchanged, started, frame, kind, tensor, describe))
         self._frame_exchange.settle()
 
-    def go_on_alone(self, submission: Submission, _: CarriedReduce, begun: BegunReduce) -> None:
-        """Go on with an all_reduce that ``reduce_now`` has begun for ``submission``, since ``idle``."""
-        self.go_on(begun, submission.inputs[0], lambda: submission, self._in_flight.enter_alone(submission))
+    def go_on_alone(self, submission: Submission, begun: BegunCall) -> None:
+        """Go on with the only collective in flight, which ``carry_now`` has begun for ``submission``."""
+        started = begun.started
+        started.submission = submission
+        started.over = partial(self._waited_for, begun.began, self._in_flight.enter_alone(submission))
+        frame = Frame(self._rank, self._size)
+        frame.fill(submission, started.place, started.heading)
+        self._frame_exchange.go_on(frame, partial(self._announced, started, frame))
+        self._frame_exchange.settle()
 
     @property
     def idle(self) -> bool:
@@ -234,9 +248,9 @@ class GlooCollectives:
         alarming = prediction is not None and prediction.needs_every_rank
         return not (alarming or self._ended or self._in_flight.holds_back)
 
-    def _next_place(self, kind: CarriedReduce, over: Over) -> _Started:
+    def _next_place(self, heading: bytes, over: Over) -> _Started:
         """Take the next place for an exchange. Under ``_order``."""
-        started = _Started(_UNDESCRIBED, over, self._places, kind.heading)
+        started = _Started(_UNDESCRIBED, over, self._places, heading)
         self._places += 1
         self._alarms_ahead.discard(started.place)
         self._last_frame = started.place

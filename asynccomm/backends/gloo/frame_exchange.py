@@ -10,6 +10,7 @@ sockets. Other data that it reads there is given to the links of the sockets, as
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import Counter, deque
@@ -18,20 +19,21 @@ from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from torch import Tensor
 
+from asynccomm.backends.gloo.carried import CarriedCall, CarriedMemory
 from asynccomm.backends.gloo.endpoint import Endpoint
-from asynccomm.backends.gloo.frames import LONGEST, Frame
-from asynccomm.backends.gloo.links import MessageLink, copied
+from asynccomm.backends.gloo.frames import LONGEST, Frame, beginning_of
+from asynccomm.backends.gloo.links import MessageLink
 from asynccomm.backends.gloo.messages import Header, Kind
 from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.errors import BackendError
 
 JOINED: Final = 4 << 10  # bytes of a frame that is copied behind its header: two parts cost the system call as much
 
-# results in C: the frames of all ranks have come, and the sockets have taken this rank's; they have been reduced, too
+# results in C: the frames of all ranks have come, and the sockets have taken this rank's; the collective is
+# done
 _ALL: Final = 1
-_REDUCED: Final = 3
+_CARRIED: Final = 3
 
 _core: Final[Any] = load("asynccomm.backends.gloo._frames")
 
@@ -67,7 +69,7 @@ class FrameExchange:
 
     @property
     def in_c(self) -> bool:
-        """Whether ``reduce`` may carry out anything."""
+        """Whether ``carry`` may do anything."""
         return self._reader is not None
 
     def begin(self, frame: Frame, done: Done) -> None:
@@ -92,13 +94,16 @@ class FrameExchange:
             self._unsent[link.peer] += 1
             link.put(done=partial(self._sent, link))
 
-    def reduce(self, beginning: bytes, tensor: Tensor, kernel: tuple[int, int], seconds: float) -> bool | None:
-        """Send a frame of ``beginning`` and the memory of ``tensor``, and reduce those of all ranks into it, in C.
+    def carry(self, kind: CarriedCall, equal: bytes, memory: CarriedMemory, seconds: float) -> bool | None:
+        """Send the frames of a collective, receive those of the others, and fill in the outputs, in C.
 
         Waits for ``seconds`` from the last byte on, and at most ten times as long. Not while another thread may call
-        ``begin``. The caller then calls ``settle_all``, and keeps the memory of ``tensor`` alive.
+        ``begin``. The caller then calls ``settle_all``, and keeps the memory alive.
 
-        Returns: whether ``tensor`` has the result: if not, the caller next calls ``go_on``; None: nothing was done.
+        Args:
+            equal: as of ``frames.equal_part``.
+
+        Returns: whether the collective is done: if not, the caller next calls ``go_on``; None: nothing was done.
         """
         reader, endpoint = self._reader, self._endpoint
         if reader is None or endpoint is None:
@@ -112,32 +117,34 @@ class FrameExchange:
             if None in sinks or None in sources:
                 return None
             endpoint.note_use()
-            address, nbytes = tensor.data_ptr(), tensor.nbytes
-            result = reader.exchange(sinks, sources, beginning, address, nbytes, self._rank, *kernel, seconds)
-            if result == _REDUCED and not reader.holds:
+            gives, takes = [memory.gives[peer] for peer in others], [memory.takes[peer] for peer in others]
+            own = memory.source, memory.target, kind.nbytes, self._rank, *kind.kernel
+            result = reader.carry(sinks, sources, equal, gives, takes, *own, seconds)
+            if result == _CARRIED and not reader.holds:
                 return True
             if result == _ALL:
                 self._take_frames()
-            elif result != _REDUCED and any(unsent := reader.unsent()):
-                self._send_rest(beginning, tensor, unsent)
+            elif result != _CARRIED and any(unsent := reader.unsent()):
+                self._send_rest(equal, gives, kind.nbytes, unsent)
             if result and reader.holds:
                 self._give_back()
-            return bool(result == _REDUCED)
+            return bool(result == _CARRIED)
 
     def go_on(self, frame: Frame, done: Done) -> None:
-        """Go on with an exchange that ``reduce`` has begun; ``frame`` is the frame that it has sent. As ``begin``."""
+        """Go on with an exchange that ``carry`` has begun; ``frame`` is the frame that it has sent. As ``begin``."""
         with self._lock:
             self._waiting.append((frame, done))
             self._advance()
 
-    def _send_rest(self, beginning: bytes, tensor: Tensor, unsent: Sequence[int]) -> None:
-        """Send the bytes at the end of a frame that the sockets have not taken in C. Under the lock."""
+    def _send_rest(self, equal: bytes, gives: Sequence[int], nbytes: int, unsent: Sequence[int]) -> None:
+        """Send the bytes at the end of frames that the sockets have not taken in C. Under the lock."""
         assert self._endpoint is not None
-        whole = Header(Kind.FRAME, first=len(beginning) + tensor.nbytes).pack() + beginning
-        whole += copied(tensor, tensor.nbytes)
-        for peer, count in zip(self._others, unsent, strict=True):
+        for peer, address, count in zip(self._others, gives, unsent, strict=True):
             link = self._endpoint.link_to(peer) if count else None
             if link is not None:
+                data = beginning_of(equal, nbytes * bool(address))
+                data += ctypes.string_at(address, nbytes) if address else b""
+                whole = Header(Kind.FRAME, first=len(data)).pack() + data
                 self._endpoint.send(link, whole[-count:])
                 self._note_unsent(link)
 
@@ -192,7 +199,7 @@ class FrameExchange:
                     self._endpoint.feed(peer, data)
 
     def settle_all(self) -> None:
-        """Report the exchanges that are over, and messages that ``reduce`` or ``receive`` has come across."""
+        """Report the exchanges that are over, and messages that ``carry`` or ``receive`` has come across."""
         self.settle()
         if self._fed and self._endpoint is not None:
             self._fed = False

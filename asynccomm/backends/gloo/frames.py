@@ -35,7 +35,6 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.computing import contributed_bytes, contribution, perform
 from asynccomm.backends.gloo.links import Buffer, copied, fill
 from asynccomm.backends.hazards import load
-from asynccomm.backends.kernels import exact_kernel
 from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
 from asynccomm.ops import (
@@ -93,7 +92,7 @@ class Frame:
             contribute: False: the frame only describes the call.
         """
         op = submission.op
-        self._equal = _NUMBERS.pack(place, submission.work.seq) + heading
+        self._equal = equal_part(place, submission.work.seq, heading)
         self._mine = balance(op, self._rank) if isinstance(op, AllToAll) else 0
         given: bytes | None = None
         if contribute:
@@ -120,10 +119,10 @@ class Frame:
             raise BackendError(f"rank {rank} sent a frame that cannot be: {len(data)} bytes")
         self._received[rank] = data if isinstance(data, bytearray) else bytearray(data)
 
-    def fill_with(self, tensor: Tensor, beginning: bytes) -> None:
-        """Enter this rank's frame, of ``CarriedReduce.beginning`` and the memory of ``tensor``."""
-        self._equal = beginning[:_EQUAL]
-        self._received[self._rank] = bytearray(beginning) + copied(tensor, tensor.nbytes)
+    def fill_with(self, tensor: Tensor, place: int, number: int, heading: bytes) -> None:
+        """Enter this rank's description of a call that contributes the memory of ``tensor``."""
+        self._equal = equal_part(place, number, heading)
+        self._received[self._rank] = self._packed(copied(tensor, tensor.nbytes))
 
     def rows(self, dtype: torch.dtype) -> list[Tensor] | None:
         """The contributions of all ranks, in the frames' memory; None if their descriptions or lengths differ."""
@@ -263,7 +262,7 @@ def _completed(op: Op, outputs: Sequence[Tensor], given: Sequence[Buffer]) -> bo
         case AllGather() | Gather() if len(outputs) == len(given) and all(map(is_plain, outputs)):
             for each, data in zip(outputs, given, strict=True):
                 _fill(each, data)
-        case AllReduce() | Reduce() if len(outputs) == 1 and _combined_as_stored(op):
+        case AllReduce() | Reduce() if len(outputs) == 1 and combined_as_stored(op):
             _check(output, given[0])
             if output.nbytes:
                 total = accumulate([torch.frombuffer(each, dtype=op.dtype) for each in given], op.reduction)
@@ -302,19 +301,12 @@ class CarriedReduce:
 
     Attributes:
         heading: of every call of the kind.
-        kernel: numbers of the kernel in C, as of ``kernels.exact_kernel``.
     """
 
     def __init__(self, op: AllReduce, heading: bytes) -> None:
         self.heading = heading
-        self.kernel: tuple[int, int] = exact_kernel(op.dtype, op.reduction.type)
-        self._end = (heading + _OWN.pack(0, op.nbytes, 1)).ljust(_HEADER - _NUMBERS.size, b"\0")
         self._dtype = op.dtype
         self._reduction = op.reduction
-
-    def beginning(self, place: int, number: int) -> bytes:
-        """The bytes of a frame ahead of the contribution."""
-        return _NUMBERS.pack(place, number) + self._end
 
     @classmethod
     def of(cls, submission: Submission, size: int) -> CarriedReduce | None:
@@ -324,7 +316,7 @@ class CarriedReduce:
         if not usual or not is_carried(submission, size) or not op.nbytes or not is_plain(submission.inputs[0]):
             return None
         assert isinstance(op, AllReduce)
-        combined = _combined_as_stored(op)
+        combined = combined_as_stored(op)
         return cls(op, heading_of(submission)) if combined else None
 
     def complete(self, tensor: Tensor, frame: Frame) -> bool:
@@ -337,7 +329,17 @@ class CarriedReduce:
         return True
 
 
-def _combined_as_stored(op: AllReduce | Reduce) -> bool:
+def equal_part(place: int, number: int, heading: bytes) -> bytes:
+    """The bytes that the frames of all ranks begin with."""
+    return _NUMBERS.pack(place, number) + heading
+
+
+def beginning_of(equal: bytes, nbytes: int) -> bytes:
+    """The bytes of a frame ahead of a whole contribution of ``nbytes``; ``equal`` is of ``equal_part``."""
+    return (equal + _OWN.pack(0, nbytes, 1)).ljust(_HEADER, b"\0")
+
+
+def combined_as_stored(op: AllReduce | Reduce) -> bool:
     """Whether contributions are combined in the dtype of the op, and the sum is the result."""
     reduction = op.reduction
     return reduction.factor is None and reduction.type is not RedOpType.AVG and op.dtype in _IN_OWN_DTYPE

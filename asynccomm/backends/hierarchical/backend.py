@@ -33,10 +33,10 @@ from asynccomm.backends.base import (
     UnsuitableError,
     own_hints,
 )
-from asynccomm.backends.direct_calls import DirectAllReduces
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.hierarchical import bundles, locality, movement, reductions
+from asynccomm.backends.hierarchical.direct_calls import DirectAllReduces
 from asynccomm.backends.hierarchical.lane_calls import LaneCalls, RailCalls
 from asynccomm.backends.hierarchical.messages import PlacedMessages
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
@@ -125,7 +125,7 @@ class HierarchicalBackend(Backend):
         quick = self._quick
         for lane, backend in lanes.items() if self._only is None else ():
             if isinstance(backend, GlooBackend):
-                quick[lane] = RailCalls(backend, len(where.rail()))
+                quick[lane] = RailCalls(backend, where.host, len(where.rail()))
             elif isinstance(backend, ShmBackend):
                 calls = LaneCalls.of(backend, host, context.mailbox)
                 if calls is not None:

@@ -11,13 +11,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
 from asynccomm.backends.base import Backend, FastCalls, Submission
 from asynccomm.backends.gloo.backend import GlooBackend
-from asynccomm.backends.gloo.collectives import BegunReduce
+from asynccomm.backends.gloo.carried import CarriedCall
+from asynccomm.backends.gloo.collectives import BegunCall
 from asynccomm.backends.gloo.frames import CarriedReduce
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.core.mailbox import Mailbox
@@ -34,7 +35,6 @@ Describe = Callable[[], Submission]
 """Makes the submission of a step, for its kind and for errors."""
 
 REMEMBERED: Final = 4096  # kinds of steps
-_UNSEEN: Final = None, None
 
 
 @final
@@ -139,14 +139,23 @@ class LaneCalls:
         return step  # type: ignore[no-any-return]
 
 
+class _RailKind(NamedTuple):
+    """A kind of step of a rail; None: frames do not carry it, or not in C."""
+
+    op: Op
+    reduce: CarriedReduce | None
+    in_c: CarriedCall | None
+
+
 @final
 class RailCalls:
     """The all_reduces of a rail that frames carry, without a Work and a submission for each step."""
 
-    def __init__(self, backend: GlooBackend, size: int) -> None:
+    def __init__(self, backend: GlooBackend, rank: int, size: int) -> None:
         self._backend = backend
+        self._rank = rank
         self._size = size
-        self._kinds: dict[Check, tuple[Op, CarriedReduce | None]] = {}
+        self._kinds: dict[Check, _RailKind] = {}
 
     def begin(
         self, number: int, check: Check, tensors: Sequence[Tensor], describe: Describe, over: Callable[[], object]
@@ -156,21 +165,24 @@ class RailCalls:
         if known is None:
             if len(self._kinds) >= REMEMBERED:
                 self._kinds.clear()
-            submission = describe()
-            known = self._kinds[check] = submission.op, CarriedReduce.of(submission, self._size)
-        op, kind = known
-        if kind is None:
+            step = describe()
+            reduce, in_c = CarriedReduce.of(step, self._size), CarriedCall.of(step, self._rank, self._size)
+            known = self._kinds[check] = _RailKind(step.op, reduce, in_c)
+        if known.reduce is None:
             return False
         taken = self.take(number, check, tensors)
         if taken is not None:
             return self.is_over(taken) or self.go_on(taken, number, check, tensors, describe, over)
-        step = QuickStep(op, number, tensors, over)
-        return self._backend.exchange(kind, tensors[0], number, describe, step.settle) and step
+        quick = QuickStep(known.op, number, tensors, over)
+        return self._backend.exchange(known.reduce, tensors[0], number, describe, quick.settle) and quick
 
-    def take(self, number: int, check: Check, tensors: Sequence[Tensor]) -> BegunReduce | bool | None:
+    def take(self, number: int, check: Check, tensors: Sequence[Tensor]) -> BegunCall | bool | None:
         """As that of ``LaneCalls``, for a kind of step that ``begin`` has seen."""
-        kind = self._kinds.get(check, _UNSEEN)[1]
-        return None if kind is None else self._backend.reduce_now(kind, tensors[0], number) or None
+        known = self._kinds.get(check)
+        if known is None or known.in_c is None:
+            return None
+        memory = known.in_c.memory(tensors, tensors)
+        return None if memory is None else self._backend.carry_now(known.in_c, memory, number) or None
 
     @staticmethod
     def is_over(taken: Any) -> bool:
@@ -187,8 +199,10 @@ class RailCalls:
         over: Callable[[], object],
     ) -> QuickStep:
         """As that of ``LaneCalls``."""
-        step = QuickStep(self._kinds[check][0], number, tensors, over)
-        self._backend.go_on(taken, tensors[0], describe, step.settle)
+        known = self._kinds[check]
+        assert known.reduce is not None
+        step = QuickStep(known.op, number, tensors, over)
+        self._backend.go_on(taken, known.reduce, tensors[0], describe, step.settle)
         return step
 
 

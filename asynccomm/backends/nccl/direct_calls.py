@@ -9,31 +9,29 @@ connects, and beside collectives of parcels, which may share its memory.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, final
 
-from torch.autograd import profiler
-
 from asynccomm.backends.arithmetic import is_plain
 from asynccomm.backends.base import DirectCalls, Submission
+from asynccomm.backends.direct_calls import CheckedCalls
 from asynccomm.backends.nccl.collective_stream import CollectiveStream
 from asynccomm.backends.nccl.communicator import DirectCall
 from asynccomm.backends.nccl.device import Device
-from asynccomm.core.callsite import CallSite, call_site
+from asynccomm.core.callsite import CallSite
 from asynccomm.core.work import Work
 from asynccomm.ops import AllReduce, Broadcast, Call, Op, dims
 
 REMEMBERED: Final = 4096  # operations
-DEPTH: Final = 3  # frames from call_site() to the user's call: call_site, ``submit``, and a method
-_CHECKS: Final = frozenset({AllReduce.of, Broadcast.of, dims.all_gather_single, dims.reduce_scatter_single})
+_CHECKS: Final[frozenset[Callable[..., Any]]] = frozenset(
+    {AllReduce.of, Broadcast.of, dims.all_gather_single, dims.reduce_scatter_single}
+)
 _UNPLANNED: Final[Any] = None  # the Work of a submission that is only looked at
 
 
 @final
-class DirectCollectives:
+class DirectCollectives(CheckedCalls):
     """``backends.base.FastCalls`` for repeated collectives.
 
     Args:
@@ -47,30 +45,13 @@ class DirectCollectives:
         device: Device,
         broken: Callable[[Op, BaseException], object],
     ) -> None:
-        self._calls = calls
-        self._counts = calls.counts
+        super().__init__(calls, _CHECKS)
         self._collectives = collectives
         self._device = device
         self._broken = broken
         self._known: dict[Op, DirectCall | None] = {}  # None: the ordinary path takes it
 
-    def submit(self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Any], /, *arguments: Any) -> Work[Any]:
-        """See ``FastCalls.submit``."""
-        calls, counts = self._calls, self._counts
-        if check in _CHECKS and timeout is None and hints is None and tag is None:
-            unusual = counts.detours > calls.compares or counts.scopes or profiler._is_profiler_enabled
-            if not (unusual or counts.closed) and asyncio._get_running_loop() in (calls.mailbox.loop, None):
-                started = time.monotonic()
-                site = call_site(DEPTH) if calls.records_sites else None
-                made = check(calls.group, *arguments)
-                return self._begin(made, site, started) or calls.submit_made(made, None, None, None)
-        return calls.call(timeout, hints, tag, check, *arguments)
-
-    def flush(self, _: list[Any], /) -> None:
-        """See ``FastCalls.flush``: no operation is held."""
-
     def _begin(self, call: Any, site: CallSite | None, started: float) -> Work[Any] | None:
-        """Issue a checked call; None: it is not for this path, and nothing has happened."""
         memory = _memory(call) if type(call) is Call else None
         if memory is None or self._device.capturing():
             return None

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from asynccomm.backends.arithmetic import accumulate
-from asynccomm.backends.gloo.frames import LONGEST
-from asynccomm.backends.gloo.messages import HEADER_BYTES, Header, Kind
+from asynccomm.backends.gloo.frames import LONGEST, beginning_of
+from asynccomm.backends.gloo.messages import Header, Kind
 from asynccomm.backends.kernels import exact_kernel
 from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
@@ -23,8 +23,8 @@ from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 core = load("asynccomm.backends.gloo._frames")
 pytestmark = pytest.mark.skipif(isinstance(core, CoreUnavailable), reason="the frames in C are not built")
 
-LATE, ALL, OTHER, REDUCED = range(4)
-BEGINNING = bytes(range(64))
+LATE, ALL, OTHER, CARRIED = range(4)
+EQUAL = bytes(range(48))
 SECONDS = 20.0
 
 
@@ -171,14 +171,25 @@ def test_no_byte_is_lost_however_they_come() -> None:
         peers.close()
 
 
+def beginning(nbytes: int) -> bytes:
+    """Of a frame with a contribution of ``nbytes``."""
+    return beginning_of(EQUAL, nbytes)
+
+
+def carry(frames: Any, peers: Peers, rank: int, tensor: torch.Tensor, kernel: Any, seconds: float) -> int:
+    """The result of an all_reduce in place."""
+    address = tensor.data_ptr()
+    count = len(peers.fds)
+    own = address, address, tensor.nbytes, rank, *kernel
+    result: int = frames.carry(peers.fds, peers.fds, EQUAL, [address] * count, [1] * count, *own, seconds)
+    return result
+
+
 def exchanged(rank: int, tensor: torch.Tensor, reduction: ReduceOp, peers: Peers, others: list[torch.Tensor]) -> int:
     """The result of an exchange of ``rank`` with the ranks behind it, which have sent their frames."""
     for there, other in zip(peers.there, others, strict=True):
-        there.sendall(framed(BEGINNING + bytes(other.view(torch.uint8).tolist())))
-    kernel = exact_kernel(tensor.dtype, reduction.type)
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
-    result: int = reader().exchange(peers.fds, peers.fds, BEGINNING, address, nbytes, rank, *kernel, SECONDS)
-    return result
+        there.sendall(framed(beginning(other.nbytes) + bytes(other.view(torch.uint8).tolist())))
+    return carry(reader(), peers, rank, tensor, exact_kernel(tensor.dtype, reduction.type), SECONDS)
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -195,46 +206,63 @@ def test_frames_are_reduced_in_the_order_of_ranks(dtype: torch.dtype, rank: int)
             rows[1][0], rows[2][0] = float("inf"), -float("inf")
         expected = accumulate([row.clone() for row in rows], reduction)
         tensor, peers = rows[rank].clone(), Peers(2)
-        assert exchanged(rank, tensor, reduction, peers, [rows[(rank + k) % 3] for k in (1, 2)]) == REDUCED
+        assert exchanged(rank, tensor, reduction, peers, [rows[(rank + k) % 3] for k in (1, 2)]) == CARRIED
         assert tensor.view(torch.uint8).equal(expected.view(torch.uint8)), reduction
-        sent = framed(BEGINNING + bytes(rows[rank].view(torch.uint8).tolist()))
+        sent = framed(beginning(tensor.nbytes) + bytes(rows[rank].view(torch.uint8).tolist()))
         assert [there.recv(1 << 16) for there in peers.there] == [sent] * 2
         peers.close()
 
 
-@pytest.mark.parametrize("odd", ["beginning", "length", "kernel", "nan"])
+@pytest.mark.parametrize("odd", ["place", "flag", "balance", "shorter", "longer", "nan", "kernel"])
 def test_frames_that_differ_are_left_to_python(peers: Peers, odd: str) -> None:
     mine, theirs = torch.ones(4), struct.pack("<ff", 0.0, math.nan if odd == "nan" else 1.0) * 2
     frames = reader()
-    peers.there[0].sendall(framed(BEGINNING + theirs))
-    other = framed((BEGINNING[::-1] if odd == "beginning" else BEGINNING) + theirs + b"1234" * (odd == "length"))
-    peers.there[1].sendall(other)
-    kernel = (-1, 0) if odd == "kernel" else exact_kernel(torch.float32, RedOpType.SUM)
-    result = frames.exchange(peers.fds, peers.fds, BEGINNING, mine.data_ptr(), 16, 0, *kernel, SECONDS)
-    if odd == "length":  # only the usual length is read at once
-        assert result in (ALL, OTHER)
-    else:
-        assert result == ALL
-    assert frames.frames() == [BEGINNING + theirs, other[HEADER_BYTES:]]
+    usual = beginning(16) + theirs
+    peers.there[0].sendall(framed(usual))
+    changed = {
+        "place": b"\x01" + usual[1:],
+        "flag": usual[:60] + struct.pack("<I", 0) + usual[64:],
+        "balance": usual[:48] + b"\x05" + usual[49:],
+        "shorter": beginning(8) + theirs[:8],
+        "longer": beginning(20) + theirs + b"1234",
+    }.get(odd, usual)
+    peers.there[1].sendall(framed(changed))
+    kernel = (-2, 0) if odd == "kernel" else exact_kernel(torch.float32, RedOpType.SUM)
+    assert carry(frames, peers, 0, mine, kernel, SECONDS) == ALL
+    assert frames.frames() == [usual, changed]
     assert mine.tolist() == [1.0] * 4
+
+
+def test_contributions_are_copied_to_their_places(peers: Peers) -> None:
+    """This rank, 1 of 3, gives its part to rank 0 only, and takes one from rank 2 only."""
+    frames, part, whole = reader(), torch.arange(4.0), torch.zeros(3, 4)
+    peers.there[0].sendall(framed(beginning(16) + struct.pack("<4f", 5, 6, 7, 8)))  # rank 2
+    peers.there[1].sendall(framed(beginning(0)))
+    gives, takes = [0, part.data_ptr()], [whole[2].data_ptr(), 0]
+    own = part.data_ptr(), whole[1].data_ptr(), 16, 1, -1, 0
+    assert frames.carry(peers.fds, peers.fds, EQUAL, gives, takes, *own, SECONDS) == CARRIED
+    assert whole.tolist() == [[0.0] * 4, [0.0, 1.0, 2.0, 3.0], [5.0, 6.0, 7.0, 8.0]]
+    sent = [there.recv(1000) for there in peers.there]
+    assert sent == [framed(beginning(0)), framed(beginning(16) + struct.pack("<4f", 0, 1, 2, 3))]
+    assert not frames.holds
 
 
 def test_a_late_frame_leaves_the_tensor_alone(peers: Peers) -> None:
     mine, frames = torch.ones(4), reader()
-    peers.there[1].sendall(framed(BEGINNING + bytes(16)))
-    assert frames.exchange(peers.fds, peers.fds, BEGINNING, mine.data_ptr(), 16, 2, 0, 0, 0.0) == LATE
+    peers.there[1].sendall(framed(beginning(16) + bytes(16)))
+    assert carry(frames, peers, 2, mine, (0, 0), 0.0) == LATE
+    assert frames.unsent() == [0, 0]
     assert mine.tolist() == [1.0] * 4
-    peers.there[0].sendall(framed(BEGINNING + bytes(16)))
+    peers.there[0].sendall(framed(beginning(16) + bytes(16)))
     assert frames.receive(peers.fds, 80, SECONDS) == ALL
-    assert frames.frames() == [BEGINNING + bytes(16)] * 2
+    assert frames.frames() == [beginning(16) + bytes(16)] * 2
 
 
 def test_what_a_socket_does_not_take_is_known(peers: Peers) -> None:
     mine, frames = torch.arange(1 << 16, dtype=torch.int64), reader()  # 512 KiB
     peers.pairs[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    result = frames.exchange(peers.fds, peers.fds, BEGINNING, mine.data_ptr(), mine.nbytes, 0, 7, 0, 0.0)
-    assert result == LATE
-    whole = framed(BEGINNING + struct.pack(f"<{len(mine)}q", *mine.tolist()))
+    assert carry(frames, peers, 0, mine, (7, 0), 0.0) == LATE
+    whole = framed(beginning(mine.nbytes) + struct.pack(f"<{len(mine)}q", *mine.tolist()))
     for there, unsent in zip(peers.there, frames.unsent(), strict=True):
         assert unsent
         got = b""
@@ -259,15 +287,16 @@ def test_long_frames_go_both_ways_at_once() -> None:
     def exchange(rank: int) -> None:
         tensor = tensors[rank]
         sinks, sources = [ends[rank][0].fileno()], [ends[1 - rank][1].fileno()]
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
-        results.append(reader(1).exchange(sinks, sources, BEGINNING, address, nbytes, rank, 7, 0, SECONDS))
+        address = tensor.data_ptr()
+        own = address, address, tensor.nbytes, rank, 7, 0
+        results.append(reader(1).carry(sinks, sources, EQUAL, [address], [1], *own, SECONDS))
 
     threads = [threading.Thread(target=exchange, args=[rank]) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == [REDUCED] * 2
+    assert results == [CARRIED] * 2
     assert all(tensor.equal(torch.arange(1, (1 << 16) + 1)) for tensor in tensors)
     for pair in ends:
         for end in pair:
@@ -279,14 +308,16 @@ def test_bad_arguments() -> None:
         core.FrameReader(-1, LONGEST)
     with pytest.raises(ValueError, match="1 descriptors"):
         reader().receive([3], 64, 0.0)
-    for arguments in (
-        (BEGINNING[:-1], 8, 0, 0, 0),
-        (BEGINNING, -1, 0, 0, 0),
-        (BEGINNING, LONGEST, 0, 0, 0),
-        (BEGINNING, 8, 3, 0, 0),
-        (BEGINNING, 8, 0, 99, 0),
-        (BEGINNING, 8, 0, 0, 7),
+    with pytest.raises(ValueError, match="3 addresses"):
+        reader().carry([-1, -1], [-1, -1], EQUAL, [0, 0], [0, 0, 0], 0, 0, 0, 0, -1, 0, 0.0)
+    for equal, *own in (
+        (EQUAL[:-1], 8, 0, 0, 0),
+        (EQUAL, -1, 0, 0, 0),
+        (EQUAL, LONGEST, 0, 0, 0),
+        (EQUAL, 8, 3, 0, 0),
+        (EQUAL, 8, 0, 99, 0),
+        (EQUAL, 8, 0, 0, 4),  # no kernel: bits of floats
+        (EQUAL, 8, 0, 0, 7),
     ):
-        beginning, nbytes, *kernel = arguments
-        with pytest.raises(ValueError, match=f"{nbytes} of data"):
-            reader().exchange([-1, -1], [-1, -1], beginning, 0, nbytes, *kernel, 0.0)
+        with pytest.raises(ValueError, match=f"{own[0]} of data"):
+            reader().carry([-1, -1], [-1, -1], equal, [0, 0], [0, 0], 0, 0, *own, 0.0)

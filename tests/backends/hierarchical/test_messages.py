@@ -129,7 +129,7 @@ async def test_receives_from_any_source_and_from_one_match_as_posted(monkeypatch
                 work = comm.recv(torch.zeros(1), tag=4)
                 await work
                 sources.append(work.source)
-            assert {1, 2} < set(sources[:4]) | {3}
+            assert {1, 2} < set(sources[:20]) | {3}  # a way with precedence would give its 20 first
             assert sorted(map(str, sources)) == [*["1"] * 20, *["2"] * 20, "3"]
 
 
