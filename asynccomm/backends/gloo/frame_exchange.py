@@ -57,7 +57,7 @@ class FrameExchange:
         self._running = threading.Lock()  # held by the thread that reports the exchanges that are over
         self._reporter = 0  # that thread
         self._reader: Any = None  # in C, of the frames of ``_others``
-        self._fed = False  # data was given to links, whose operations may be over
+        self._fed = False  # data was given to links, and operations may be over
         self._guess = 0  # bytes of this rank's last frame: the others are probably as long
 
     def open(self, endpoint: Endpoint) -> None:

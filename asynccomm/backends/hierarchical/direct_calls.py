@@ -1,9 +1,9 @@
 """Small all_reduces without most of the ordinary path of a call.
 
 Programs repeat their calls, so a call is known by the dtype, the size and the reduction. The first call of its kind is
-checked, and its backend remembers how to carry out such calls. A later call of the kind begins before anything
-else, and often is over before it has a Work. Everything unusual takes the ordinary path: with arguments that
-may be refused, a tag, a limit, agreed ordering, scopes, operations in flight.
+checked, and its backend remembers how to carry out such calls. A later call of the kind begins before anything else,
+and often is over before it has a Work. Everything unusual takes the ordinary path: with arguments that may be refused,
+a tag, a limit, agreed ordering, scopes, operations in flight.
 """
 
 from __future__ import annotations
