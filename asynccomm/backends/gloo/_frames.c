@@ -170,11 +170,14 @@ static int move_frames(FrameReader *reader, double seconds)
             if (s->fd >= 0 && !s->frame && begin_frame(reader, s) < 0) result = OTHER;
         }
     } while (begins && result == LATE);
-    for (int k = 0; k < reader->count; k++) { /* no event tells of data behind a frame, which has been read */
+    /* No event tells of data behind a frame, nor of the frames once all of them have been read. */
+    int comes = 0;
+    for (int k = 0; k < reader->count; k++) {
         Source *s = &reader->sources[k];
         if (result == LATE && is_whole(s) && s->start != s->end) result = OTHER;
+        comes |= s->fd >= 0 && !is_whole(s);
     }
-    return result;
+    return result == LATE && !comes ? OTHER : result;
 }
 
 /* Have the next frame of a source be read as one of `nbytes`. */
@@ -307,7 +310,7 @@ static PyObject *carry(PyObject *self, PyObject *args)
     }
     for (int k = 0; k < reader->count; k++) {
         Source *s = &reader->sources[k];
-        if (s->take && !reduces) memcpy(s->take, s->data + BEGINNING, (size_t)nbytes);
+        if (s->take && dtype < 0) memcpy(s->take, s->data + BEGINNING, (size_t)nbytes);
         Py_CLEAR(s->frame);
     }
     return PyLong_FromLong(CARRIED);

@@ -114,12 +114,15 @@ class CarriedCall:
     Attributes:
         heading: of every call of the kind.
         nbytes: of each contribution.
+        larger_side: bytes of the inputs, or of the outputs, if these have more.
         kernel: numbers of dtype and operator of a kernel in C; (-1, 0): nothing is reduced; (-2, 0): Python does it.
     """
 
     def __init__(self, op: Any, rank: int, size: int, heading: bytes, kernel: tuple[int, int]) -> None:
         self.heading = heading
         self.nbytes: int = op.nbytes
+        lists = rank == op.root if isinstance(op, (Gather, Scatter)) else isinstance(op, (AllGather, AllGatherSingle))
+        self.larger_side: int = op.nbytes * (size if lists else 1)
         self.kernel = kernel
         self._layout = _LAYOUTS[type(op)]
         self._op = op
@@ -143,13 +146,15 @@ class CarriedCall:
         return cls(op, rank, size, heading_of(submission), kernel)
 
     def memory(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> CarriedMemory | None:
-        """The memory of a call; None unless all tensors are plain, and the outputs apart from each other."""
+        """The memory of a call; None unless all tensors are plain and have any, and the outputs are apart."""
         tensors = inputs if outputs is inputs else (*inputs, *outputs)
         if any(tensor.is_inference() or not is_plain(tensor) for tensor in tensors):
             return None
         read = [tensor.data_ptr() for tensor in inputs]
         written = [tensor.data_ptr() for tensor in outputs]
         if any(after - before < self.nbytes for before, after in pairwise(sorted(written))):
+            return None
+        if 0 in read or 0 in written:  # of a subclass without memory of its own
             return None
         reduces = self.kernel != _MOVES and written
         if reduces and read != written and abs(read[0] - written[0]) < self.nbytes:

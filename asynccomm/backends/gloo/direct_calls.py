@@ -75,7 +75,7 @@ class CarriedCollectives(CheckedCalls):
                 begun = self._collectives.carry_now(kind, memory, counts.collectives)
                 if begun is False:
                     return None
-                work = calls.number(call, op.nbytes, site, started)
+                work = calls.number(call, kind.larger_side, site, started)
                 if begun is True:
                     work.settle()
                 else:

@@ -166,7 +166,8 @@ class RailCalls:
             if len(self._kinds) >= REMEMBERED:
                 self._kinds.clear()
             step = describe()
-            reduce, in_c = CarriedReduce.of(step, self._size), CarriedCall.of(step, self._rank, self._size)
+            reduce = CarriedReduce.of(step, self._size)
+            in_c = None if reduce is None else CarriedCall.of(step, self._rank, self._size)
             known = self._kinds[check] = _RailKind(step.op, reduce, in_c)
         if known.reduce is None:
             return False

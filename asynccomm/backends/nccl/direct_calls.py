@@ -101,4 +101,5 @@ def _memory(call: Call) -> tuple[int, int] | None:
 
 def _numbered(calls: DirectCalls, call: Call, site: CallSite | None, started: float) -> Submission:
     """The submission of a call that is sure to be issued. Under the comm's lock."""
-    return Submission(call, calls.number(call, call.op.nbytes, site, started))
+    nbytes = max(tensor.nbytes for tensor in (*call.inputs, *call.outputs))  # one of each, at most
+    return Submission(call, calls.number(call, nbytes, site, started))

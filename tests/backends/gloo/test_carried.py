@@ -19,6 +19,14 @@ SIZE = 3
 UNPLANNED: Any = None
 
 
+class Wrapper(Tensor):
+    """A tensor without memory of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
 def group(rank: int, size: int = SIZE) -> CommInfo:
     return CommInfo("t", rank, size, torch.device("cpu"))
 
@@ -108,4 +116,8 @@ def test_calls_that_are_not_plain_have_no_memory() -> None:
         kind = kind_of(call)
         assert kind is not None
         assert kind.memory(call.inputs, call.outputs) is None
+    without = Tensor._make_wrapper_subclass(Wrapper, (4,), dtype=torch.float32)
+    kind = kind_of(AllReduce.of(group(0), torch.zeros(4), ReduceOp.SUM))
+    assert kind is not None
+    assert kind.memory((without,), (without,)) is None
     assert kind_of(AllReduce.of(group(0), torch.zeros(0), ReduceOp.SUM)) is None

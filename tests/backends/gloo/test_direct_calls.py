@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AsyncCommError, CollectiveMismatchError, Comm, ReduceOp
+from asynccomm import AsyncCommError, CollectiveMismatchError, Comm, ReduceOp, new_comm
 from asynccomm.backends.gloo import frame_exchange
 from asynccomm.backends.gloo.direct_calls import CarriedCollectives
 from asynccomm.core.native import CoreUnavailable
@@ -88,6 +88,23 @@ async def test_all_kinds_of_collectives_that_frames_carry(comm: Comm, monkeypatc
     for root in range(size):
         await round_of(root)
     assert len(submitted) < 3, "a frame that has arrived in part, which is rare, is left to the ordinary path"
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_bytes_count_by_the_larger_side(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynccomm.backends.gloo.collectives.SPIN_SECONDS", 0.0)
+    part, whole = torch.ones(3), torch.zeros(6)
+    for _ in range(3):
+        await comm.all_gather_single(whole, part)
+    async with new_comm("gloo", name="order", timeout=30) as order:
+        if comm.rank == 0:
+            work = comm.all_gather_single(whole, part)
+            assert comm.statistics().bytes_in_flight == whole.nbytes
+            await order.barrier()
+            await work
+        else:
+            await order.barrier()
+            await comm.all_gather_single(whole, part)
 
 
 @pytest.mark.ranks(2, backend="gloo")

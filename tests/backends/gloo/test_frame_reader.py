@@ -274,6 +274,19 @@ def test_what_a_socket_does_not_take_is_known(peers: Peers) -> None:
             there.recv(1)
 
 
+def test_frames_that_have_all_come_are_not_kept_while_a_sink_is_full(peers: Peers) -> None:
+    """The sink's event would tell that there is room, and no event of the frames."""
+    mine, frames = torch.zeros(1 << 17), reader()
+    for here, _ in peers.pairs:
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    for there in peers.there:
+        there.sendall(framed(beginning(0)))
+    gives, own = [mine.data_ptr()] * 2, (0, 0, mine.nbytes, 0, -1, 0)
+    assert frames.carry(peers.fds, peers.fds, EQUAL, gives, [0, 0], *own, 0.0) == OTHER
+    assert all(frames.unsent())
+    assert frames.returned() == [framed(beginning(0))] * 2
+
+
 def test_long_frames_go_both_ways_at_once() -> None:
     """More bytes than the sockets hold: each rank has to read while it writes."""
     ends = socket.socketpair(), socket.socketpair()
