@@ -11,14 +11,13 @@
 
 enum { HEADER = 32, KIND_FRAME = 8, FIRST = 16 }; /* of messages.Header: its bytes, Kind.FRAME, the offset of `first` */
 enum { ROOM = 4096 }; /* bytes of the first read, at most */
-enum { STRETCHES = 10 };
+enum { STRETCHES = 10 }; /* a wait in which data moves lasts at most this many times as long as one in vain */
 enum { EQUAL = 48, BEGINNING = 64 }; /* bytes of a frame that are equal on all ranks, and ahead of the contribution: frames.py */
 enum { LATE, ALL, OTHER, CARRIED }; /* as in frame_exchange.py */
 
 typedef struct {
     int fd, sink;       /* the descriptors to read from and to write to; a negative one is not used */
-    char head[HEADER + BEGINNING]; /* of this rank's frame for the peer */
-    const char *give;   /* the contribution behind it */
+    const char *give;   /* the contribution at the end of this rank's frame for the peer */
     size_t given;       /* its bytes */
     size_t unsent;      /* bytes of the frame, with its header, that `sink` has not taken */
     char *take;         /* the place of the peer's contribution; NULL: it has none */
@@ -27,6 +26,7 @@ typedef struct {
     PyObject *frame;    /* a bytearray, or NULL until the header has come */
     char *data;         /* of the frame */
     size_t nbytes, got; /* of the frame; all of it has come if they are equal */
+    char head[HEADER + BEGINNING]; /* of this rank's frame */
     char room[ROOM];
 } Source;
 
@@ -89,7 +89,7 @@ static int begin_frame(const FrameReader *reader, Source *s)
     if (header[0] != KIND_FRAME || nbytes < 1 || nbytes > reader->longest) return -1;
     s->frame = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
     if (!s->frame) {
-        PyErr_Clear(); /* Python reads it, and reports what happens there */
+        PyErr_Clear(); /* Python reads the frame, and reports its own error */
         return -1;
     }
     s->data = PyByteArray_AsString(s->frame), s->nbytes = (size_t)nbytes;
@@ -101,7 +101,7 @@ static int begin_frame(const FrameReader *reader, Source *s)
     return 1;
 }
 
-/* Read what has come for one source: as `read_some`; 2: a header has come. */
+/* Read for one source: as `read_some`; 2: a header has come. */
 static int advance(Source *s)
 {
     int result = read_some(s);
