@@ -385,7 +385,7 @@ async def test_a_rank_that_sends_nonsense_over_a_real_gloo(comm: Comm, what: str
                     endpoint.send(link, b"\xff" * 200)
             else:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(backend._collectives._exchange, "submit", nonsense)
+                    patch.setattr(backend.collectives._exchange, "submit", nonsense)
                     if what == "frame":
                         patch.setattr(Frame, "_parcel", lambda *_: bytes(PAIR + 1))
                     with pytest.raises(BrokenError, match=r"rank 0 (sent|has)"):

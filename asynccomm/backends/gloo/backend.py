@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
-from torch import Tensor
 from torch import distributed as dist
 
 from asynccomm.backends.addresses import LOOPBACK, advice, choose_address, several_networks
@@ -36,12 +35,10 @@ from asynccomm.backends.base import (
     RankInfo,
     Submission,
 )
-from asynccomm.backends.gloo.carried import CarriedCall, CarriedMemory
-from asynccomm.backends.gloo.collectives import BegunCall, GlooCollectives
+from asynccomm.backends.gloo.collectives import GlooCollectives
 from asynccomm.backends.gloo.direct_calls import CarriedCollectives
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
-from asynccomm.backends.gloo.frames import CarriedReduce
 from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
@@ -103,7 +100,8 @@ class GlooBackend(Backend):
         self._p2p = PointToPoint(group.rank, group.size, None, self._frames, context.on_error)
         self._parcel_lane = OrderedExecutor(f"{name}-parcels", 1)
         exchange = PayloadExchange(group.rank, group.size, self._parcel_lane, self._complete)
-        self._collectives = GlooCollectives(
+        #: for backends on top of this one
+        self.collectives: GlooCollectives = GlooCollectives(
             gloos, name, group.rank, group.size, self._frames, exchange, self._failed, self._not_started
         )
         self._ending = threading.Lock()
@@ -179,36 +177,10 @@ class GlooBackend(Backend):
         for submission in batch:
             if submission.op.p2p:
                 self._p2p.submit(submission)
-        self._collectives.submit([submission for submission in batch if not submission.op.p2p])
-
-    def exchange(
-        self,
-        kind: CarriedReduce,
-        tensor: Tensor,
-        number: int,
-        describe: Callable[[], Submission],
-        over: Callable[[], object],
-    ) -> bool:
-        """Begin a small all_reduce without a submission: see ``GlooCollectives.exchange``."""
-        return self._collectives.exchange(kind, tensor, number, describe, over)
-
-    def carry_now(self, kind: CarriedCall, memory: CarriedMemory, number: int) -> BegunCall | bool:
-        """Carry out a small collective without a submission: see ``GlooCollectives.carry_now``."""
-        return self._collectives.carry_now(kind, memory, number)
-
-    def go_on(
-        self,
-        begun: BegunCall,
-        kind: CarriedReduce,
-        tensor: Tensor,
-        describe: Callable[[], Submission],
-        over: Callable[[], object],
-    ) -> None:
-        """Go on with an all_reduce: see ``GlooCollectives.go_on``."""
-        self._collectives.go_on(begun, kind, tensor, describe, over)
+        self.collectives.submit([submission for submission in batch if not submission.op.p2p])
 
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
-        return CarriedCollectives(calls, self._collectives, self._broken) if self._frames.in_c else None
+        return CarriedCollectives(calls, self.collectives, self._broken) if self._frames.in_c else None
 
     def _broken(self, exc: BaseException) -> None:
         error = BackendError(f"gloo failed: {type(exc).__name__}: {exc}")
@@ -250,11 +222,11 @@ class GlooBackend(Backend):
     def _not_started(self, submission: Submission, exc: Exception) -> None:
         error = BackendError(f"gloo could not start {submission.op}: {str(exc).strip()}")
         error.__cause__ = _bare(exc)
-        self._collectives.end()
+        self.collectives.end()
         self._on_error(error)  # fails the Work with the underlying cause, if there is one
 
     def _failed(self, submission: Submission, exc: Exception) -> None:
-        self._collectives.end()
+        self.collectives.end()
         if not isinstance(exc, BrokenError):
             error = BackendError(f"gloo failed in {submission.op}: {str(exc).strip()}")
             error.__cause__ = _bare(exc)
@@ -281,7 +253,7 @@ class GlooBackend(Backend):
         if self._endpoint is not None:
             self._endpoint.drain(CATCH_UP_SECONDS)
             self._frames.finish_reports(REPORT_SECONDS)
-        self._collectives.drain_before_failure(CATCH_UP_SECONDS)
+        self.collectives.drain_before_failure(CATCH_UP_SECONDS)
         if self._endpoint is not None:  # data may have arrived meanwhile
             self._endpoint.drain(CATCH_UP_SECONDS)
 
@@ -294,16 +266,16 @@ class GlooBackend(Backend):
         if self._windows is not None and not self._windows.close():
             self.abort()
             self._windows.join(CLOSE_SECONDS)
-        if self._gloos is not None and not self._collectives.ended:
+        if self._gloos is not None and not self.collectives.ended:
             say_goodbye(self._gloos.frames, self._rank, self._size, GOODBYE_SECONDS)
-        self._collectives.end()
+        self.collectives.end()
         self._close_messages()
         self._parcel_lane.join(CLOSE_SECONDS)
         self._parcel_lane.end()
         if self._windows is not None:
             self._windows.end()
             self._windows = None
-        self._collectives.close(CLOSE_SECONDS)
+        self.collectives.close(CLOSE_SECONDS)
         gloos, self._gloos = [self._gloos], None
         _let_go(*gloos)
         # dropping the last reference ends gloo's threads; one in fifty aborted groups has a thread that nothing can
@@ -332,7 +304,7 @@ class GlooBackend(Backend):
         self._close()
 
     def abort(self) -> None:
-        self._collectives.end()
+        self.collectives.end()
         if self._windows is not None:
             self._windows.abort()
         with self._ending:

@@ -114,15 +114,12 @@ class CarriedCall:
     Attributes:
         heading: of every call of the kind.
         nbytes: of each contribution.
-        larger_side: bytes of the inputs, or of the outputs, if these have more.
         kernel: numbers of dtype and operator of a kernel in C; (-1, 0): nothing is reduced; (-2, 0): Python does it.
     """
 
     def __init__(self, op: Any, rank: int, size: int, heading: bytes, kernel: tuple[int, int]) -> None:
         self.heading = heading
         self.nbytes: int = op.nbytes
-        lists = rank == op.root if isinstance(op, (Gather, Scatter)) else isinstance(op, (AllGather, AllGatherSingle))
-        self.larger_side: int = op.nbytes * (size if lists else 1)
         self.kernel = kernel
         self._layout = _LAYOUTS[type(op)]
         self._op = op

@@ -30,10 +30,8 @@ from asynccomm.errors import BackendError
 
 JOINED: Final = 4 << 10  # bytes of a frame that is copied behind its header: two parts cost the system call as much
 
-# results in C: the frames of all ranks have come, and the sockets have taken this rank's; the collective is
-# done
-_ALL: Final = 1
-_CARRIED: Final = 3
+_ALL: Final = 1  # a result in C: the frames of all ranks have come, and the sockets have taken this rank's
+_CARRIED: Final = 3  # and the collective is done
 
 _core: Final[Any] = load("asynccomm.backends.gloo._frames")
 
@@ -57,7 +55,6 @@ class FrameExchange:
         self._running = threading.Lock()  # held by the thread that reports the exchanges that are over
         self._reporter = 0  # that thread
         self._reader: Any = None  # in C, of the frames of ``_others``
-        self._fed = False  # data was given to links, and operations may be over
         self._guess = 0  # bytes of this rank's last frame: the others are probably as long
 
     def open(self, endpoint: Endpoint) -> None:
@@ -193,17 +190,14 @@ class FrameExchange:
         """Give data that was read in C, and is no frame of all ranks, to the links. Under the lock."""
         if self._reader.holds:
             assert self._endpoint is not None
-            self._fed = True
             for peer, data in zip(self._others, self._reader.returned(), strict=True):
                 if data:
                     self._endpoint.feed(peer, data)
 
     def settle_all(self) -> None:
         """Report the exchanges that are over, and messages that ``carry`` or ``receive`` has come across."""
-        self.settle()
-        if self._fed and self._endpoint is not None:
-            self._fed = False
-            self._endpoint.settle()
+        assert self._endpoint is not None
+        self._endpoint.settle()
 
     def settle(self) -> None:
         """Report the exchanges that are over. From any thread, without locks."""

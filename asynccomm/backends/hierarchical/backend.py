@@ -41,7 +41,7 @@ from asynccomm.backends.hierarchical.lane_calls import LaneCalls, RailCalls
 from asynccomm.backends.hierarchical.messages import PlacedMessages
 from asynccomm.backends.hierarchical.pipeline import Lane, OpPlan, Pipeline
 from asynccomm.backends.hierarchical.placement import HostPlacement
-from asynccomm.backends.hierarchical.plain_reductions import ByLeaders, PlainAllReduces
+from asynccomm.backends.hierarchical.plain_reductions import PlainAllReduces
 from asynccomm.backends.hierarchical.translation import translated
 from asynccomm.backends.hierarchical.windows import make_window
 from asynccomm.backends.shm.arena import arena
@@ -125,7 +125,7 @@ class HierarchicalBackend(Backend):
         quick = self._quick
         for lane, backend in lanes.items() if self._only is None else ():
             if isinstance(backend, GlooBackend):
-                quick[lane] = RailCalls(backend, where.host, len(where.rail()))
+                quick[lane] = RailCalls(backend.collectives, where.host, len(where.rail()))
             elif isinstance(backend, ShmBackend):
                 calls = LaneCalls.of(backend, host, context.mailbox)
                 if calls is not None:
@@ -222,37 +222,7 @@ class HierarchicalBackend(Backend):
             return self._only.fast_path(calls)
         if Lane.UP not in self._quick:
             return None
-        return DirectAllReduces(calls, self._plain.by_leaders, self._begin, self._go_on, self._broken)
-
-    def _begin(self, kind: ByLeaders, tensor: Tensor, number: int) -> object | None:
-        """See ``DirectAllReduces``; for ``_go_on`` the number of steps that are over, and the next one if it has begun.
-
-        The first step's own fast path in C refuses every tensor that is not plain. Further steps follow at once, as
-        long as the other ranks come in time.
-        """
-        if not (self._in_flight.idle and self._pipeline.idle) or torch.is_inference_mode_enabled():
-            return None
-        over, taken, tensors = 0, None, (tensor,)
-        for lane, check in kind.direct:
-            calls = self._quick[lane]
-            try:
-                taken = calls.take(number, check, tensors)
-            except BaseException as exc:
-                if over:
-                    self._broken(exc)  # the other ranks may be in the operation already
-                raise
-            if taken is None or not calls.is_over(taken):
-                break
-            over, taken = over + 1, None
-        if over == len(kind.direct) and kind.is_all_direct:
-            kind.remember()
-            return True
-        return (over, taken) if over or taken is not None else None
-
-    def _go_on(self, submission: Submission, kind: ByLeaders, begun: tuple[int, Any]) -> None:
-        """Carry out the rest of an all_reduce. Under the comm's lock, since ``_begin``."""
-        over = self._in_flight.enter_alone(submission)
-        self._pipeline.go_on(submission, kind.plan(submission.inputs[0]), over, *begun)
+        return DirectAllReduces(calls, self._plain, self._quick, self._in_flight, self._pipeline, self._broken)
 
     def _broken(self, exc: BaseException) -> None:
         error = BackendError(f"hierarchical failed: {type(exc).__name__}: {exc}")

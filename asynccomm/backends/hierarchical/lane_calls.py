@@ -16,9 +16,8 @@ from typing import Any, Final, NamedTuple, final
 from torch import Tensor
 
 from asynccomm.backends.base import Backend, FastCalls, Submission
-from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.carried import CarriedCall
-from asynccomm.backends.gloo.collectives import BegunCall
+from asynccomm.backends.gloo.collectives import BegunCall, GlooCollectives
 from asynccomm.backends.gloo.frames import CarriedReduce
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.core.mailbox import Mailbox
@@ -151,8 +150,8 @@ class _RailKind(NamedTuple):
 class RailCalls:
     """The all_reduces of a rail that frames carry, without a Work and a submission for each step."""
 
-    def __init__(self, backend: GlooBackend, rank: int, size: int) -> None:
-        self._backend = backend
+    def __init__(self, collectives: GlooCollectives, rank: int, size: int) -> None:
+        self._collectives = collectives
         self._rank = rank
         self._size = size
         self._kinds: dict[Check, _RailKind] = {}
@@ -175,7 +174,7 @@ class RailCalls:
         if taken is not None:
             return self.is_over(taken) or self.go_on(taken, number, check, tensors, describe, over)
         quick = QuickStep(known.op, number, tensors, over)
-        return self._backend.exchange(known.reduce, tensors[0], number, describe, quick.settle) and quick
+        return self._collectives.exchange(known.reduce, tensors[0], number, describe, quick.settle) and quick
 
     def take(self, number: int, check: Check, tensors: Sequence[Tensor]) -> BegunCall | bool | None:
         """As that of ``LaneCalls``, for a kind of step that ``begin`` has seen."""
@@ -183,7 +182,7 @@ class RailCalls:
         if known is None or known.in_c is None:
             return None
         memory = known.in_c.memory(tensors, tensors)
-        return None if memory is None else self._backend.carry_now(known.in_c, memory, number) or None
+        return None if memory is None else self._collectives.carry_now(known.in_c, memory, number) or None
 
     @staticmethod
     def is_over(taken: Any) -> bool:
@@ -203,7 +202,7 @@ class RailCalls:
         known = self._kinds[check]
         assert known.reduce is not None
         step = QuickStep(known.op, number, tensors, over)
-        self._backend.go_on(taken, known.reduce, tensors[0], describe, step.settle)
+        self._collectives.go_on(taken, known.reduce, tensors[0], describe, step.settle)
         return step
 
 

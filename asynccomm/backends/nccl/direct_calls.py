@@ -101,5 +101,6 @@ def _memory(call: Call) -> tuple[int, int] | None:
 
 def _numbered(calls: DirectCalls, call: Call, site: CallSite | None, started: float) -> Submission:
     """The submission of a call that is sure to be issued. Under the comm's lock."""
-    nbytes = max(tensor.nbytes for tensor in (*call.inputs, *call.outputs))  # one of each, at most
-    return Submission(call, calls.number(call, nbytes, site, started))
+    submission = Submission(call, _UNPLANNED)
+    submission.work = calls.number(call, submission.nbytes, site, started)
+    return submission

@@ -486,7 +486,7 @@ async def patched() -> AsyncIterator[pytest.MonkeyPatch]:
 def waiting_in(comm: Comm) -> int:
     backend = comm.unsafe_get_backend()
     assert isinstance(backend, GlooBackend)
-    return len(backend._collectives._in_flight._waiting)
+    return len(backend.collectives._in_flight._waiting)
 
 
 @TWO_RANKS
@@ -557,13 +557,13 @@ async def test_abort_fails_what_waits(comm: Comm) -> None:
             works = [one.all_reduce(tensor) for _ in range(5)]
             backend = one.unsafe_get_backend()
             assert isinstance(backend, GlooBackend)
-            assert len(backend._collectives._in_flight._waiting) == 4
+            assert len(backend.collectives._in_flight._waiting) == 4
             one.abort("enough")
             for work in works:
                 with pytest.raises(AbortedError, match="enough"):
                     await work
             await one.aclose()
-            assert not backend._collectives._in_flight._waiting
+            assert not backend.collectives._in_flight._waiting
         else:
             with pytest.raises(AbortedError, match="enough"):
                 await one.recv(torch.zeros(1), 0)
