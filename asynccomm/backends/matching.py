@@ -61,6 +61,11 @@ class MatchQueues(Generic[R, M]):
             if self._take is None or self._take(receive):
                 return receive
 
+    def next_receive(self, source: int, tag: int) -> R | None:
+        """The receive that ``claim`` would return now; None also if one from any source is posted."""
+        named = self._posted[source].get(tag)
+        return None if named is None or tag in self._posted[-1] else named[0][1]
+
     def keep(self, message: M, source: int, tag: int) -> None:
         """Queue a message that matches no posted receive."""
         _append(self._arrived[source], tag, self._stamped(), message)

@@ -92,3 +92,15 @@ def test_unexpected_messages_are_listed() -> None:
         queues.keep(message, source, tag)
     assert queues.post("receive", 1, 1) == (1, "d")
     assert list(queues.kept()) == [(0, 1, "b"), (2, 0, "a"), (2, 0, "c")]
+
+
+def test_the_next_receive_is_known_unless_one_from_any_source_is_posted() -> None:
+    matching: MatchQueues[str, str] = MatchQueues(2)
+    assert matching.next_receive(0, 5) is None
+    for receive in "ab":
+        matching.post(receive, 0, 5)
+    assert [matching.next_receive(0, 5), matching.claim(0, 5), matching.next_receive(0, 5)] == ["a", "a", "b"]
+    assert matching.next_receive(1, 5) is None
+    matching.post("c", None, 5)
+    assert matching.next_receive(0, 5) is None
+    assert [matching.claim(0, 5), matching.next_receive(0, 5), matching.claim(1, 5)] == ["b", None, "c"]

@@ -1,4 +1,5 @@
-/* Frames to and from their sockets, by a thread that waits for them without the GIL: frame_exchange.py. */
+/* Frames to and from their sockets, by a thread that waits for them without the GIL: frame_exchange.py. So come messages that a
+ * task waits for: p2p.py. */
 #include "../../core/_work.h"
 #include "../_kernels.h"
 
@@ -383,6 +384,63 @@ static PyObject *holds(PyObject *self, void *Py_UNUSED(closure))
     Py_RETURN_FALSE;
 }
 
+/* ---- messages ----------------------------------------------------------------------------------------------------- */
+
+/* Read the message with the header `header`, as far as it comes: `room` has the bytes up to `first`, `data` those behind them.
+ * Returns the number of bytes read. Stops behind a header that differs. */
+static size_t read_message(int fd, const char *header, char *room, size_t first, char *data, size_t nbytes, double seconds)
+{
+    double until = monotonic() + seconds, end = until + (STRETCHES - 1) * seconds;
+    size_t got = 0, whole = HEADER + nbytes;
+    while (got < whole) {
+        char *to = got < first ? room + got : data + (got - HEADER);
+        ssize_t count = recv(fd, to, (got < first ? first : whole) - got, MSG_DONTWAIT);
+        double now = monotonic();
+        if (count > 0) {
+            got += (size_t)count;
+            if (got >= HEADER && memcmp(room, header, HEADER)) break;
+            if (now < end) until = now + seconds;
+        } else if (!count || (errno != EAGAIN && errno != EINTR) || now >= until) {
+            break;
+        } else {
+            sched_yield(); /* the other rank may need this core */
+        }
+    }
+    return got;
+}
+
+/* receive_message(descriptor, header, address, nbytes, seconds): a message with this header and `nbytes` of data.
+ *
+ * Waits as `move_frames` does. None: all of it has come, and the data is at `address`. Otherwise the bytes that have come. */
+static PyObject *receive_message(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    int fd;
+    const char *header;
+    Py_ssize_t length, nbytes;
+    unsigned long long address;
+    double seconds;
+    char room[ROOM];
+    if (!PyArg_ParseTuple(args, "iy#Knd", &fd, &header, &length, &address, &nbytes, &seconds)) return NULL;
+    if (length != HEADER || nbytes < 0) return PyErr_Format(PyExc_ValueError, "%zd bytes of a header, %zd of data", length, nbytes);
+    char *data = (char *)(uintptr_t)address;
+    size_t first = nbytes <= ROOM - HEADER ? HEADER + (size_t)nbytes : HEADER, got;
+    Py_BEGIN_ALLOW_THREADS
+    got = read_message(fd, header, room, first, data, (size_t)nbytes, seconds);
+    Py_END_ALLOW_THREADS
+    if (got == HEADER + (size_t)nbytes && !memcmp(room, header, HEADER)) {
+        if (first > HEADER) memcpy(data, room + HEADER, (size_t)nbytes);
+        Py_RETURN_NONE;
+    }
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)got);
+    if (!bytes) return NULL;
+    size_t begun = got < first ? got : first;
+    memcpy(PyBytes_AsString(bytes), room, begun);
+    memcpy(PyBytes_AsString(bytes) + begun, data, got - begun);
+    return bytes;
+}
+
+/* ---- the module --------------------------------------------------------------------------------------------------- */
+
 static PyMethodDef methods[] = {
     {"receive", receive, METH_VARARGS, NULL}, {"carry", carry, METH_VARARGS, NULL}, {"unsent", unsent, METH_NOARGS, NULL},
     {"frames", frames, METH_NOARGS, NULL}, {"returned", returned, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
@@ -392,8 +450,9 @@ static PyType_Slot slots[] = {
     {0, NULL}};
 static PyType_Spec spec = {"_frames.FrameReader", sizeof(FrameReader), 0, Py_TPFLAGS_DEFAULT, slots};
 
+static PyMethodDef functions[] = {{"receive_message", receive_message, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_frames", "Frames to and from their sockets.", -1, NULL, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "_frames", "Frames and messages, to and from their sockets.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__frames(void)
 {

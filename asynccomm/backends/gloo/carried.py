@@ -10,17 +10,20 @@ from torch import Tensor
 
 from asynccomm.backends.arithmetic import is_plain
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo.frames import combined_as_stored, heading_of, is_carried, room_of
+from asynccomm.backends.gloo.frames import combined_as_stored, has_parts, heading_of, is_carried, room_of
 from asynccomm.backends.kernels import exact_kernel
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
     AllReduce,
+    AllToAllSingle,
     Barrier,
     Broadcast,
     Gather,
     Op,
     Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
     Scatter,
 )
 
@@ -95,14 +98,36 @@ def _all_gather_single(
     return CarriedMemory([inputs[0]] * size, places, inputs[0], places[rank])
 
 
+def _reduce_scatter(_: ReduceScatter, rank: int, size: int, inputs: Addresses, outputs: Addresses) -> CarriedMemory:
+    return CarriedMemory(inputs, [1] * size, inputs[rank], outputs[0])
+
+
+def _reduce_scatter_single(
+    op: ReduceScatterSingle, rank: int, size: int, inputs: Addresses, outputs: Addresses
+) -> CarriedMemory:
+    parts = [inputs[0] + peer * op.nbytes for peer in range(size)]
+    return CarriedMemory(parts, [1] * size, parts[rank], outputs[0])
+
+
+def _all_to_all_single(
+    op: AllToAllSingle, rank: int, size: int, inputs: Addresses, outputs: Addresses
+) -> CarriedMemory:
+    n = op.part_nbytes(size)
+    parts, places = ([start + peer * n for peer in range(size)] for start in (inputs[0], outputs[0]))
+    return CarriedMemory(parts, places, parts[rank], places[rank])
+
+
 _LAYOUTS: Final[Mapping[type[Op], Layout]] = {
     AllGather: _all_gather,
     AllGatherSingle: _all_gather_single,
     AllReduce: _all_reduce,
+    AllToAllSingle: _all_to_all_single,
     Barrier: _barrier,
     Broadcast: _broadcast,
     Gather: _gather,
     Reduce: _reduce,
+    ReduceScatter: _reduce_scatter,
+    ReduceScatterSingle: _reduce_scatter_single,
     Scatter: _scatter,
 }
 
@@ -119,7 +144,7 @@ class CarriedCall:
 
     def __init__(self, op: Any, rank: int, size: int, heading: bytes, kernel: tuple[int, int]) -> None:
         self.heading = heading
-        self.nbytes: int = op.nbytes
+        self.nbytes: int = op.part_nbytes(size)
         self.kernel = kernel
         self._layout = _LAYOUTS[type(op)]
         self._op = op
@@ -133,10 +158,10 @@ class CarriedCall:
         if type(op) not in _LAYOUTS or getattr(op, "layout", None) or not is_carried(submission, size):
             return None
         # the contribution of another rank may be too long
-        if op.nbytes * (size if isinstance(op, Scatter) else 1) > room_of(op, size):
+        if op.part_nbytes(size) * (size if has_parts(op) else 1) > room_of(op, size):
             return None
         kernel = _MOVES
-        if isinstance(op, (AllReduce, Reduce)):
+        if isinstance(op, (AllReduce, Reduce, ReduceScatter, ReduceScatterSingle)):
             kernel = (combined_as_stored(op) and exact_kernel(op.dtype, op.reduction.type)) or _BY_PYTHON
         if not op.nbytes and not isinstance(op, Barrier):
             return None
@@ -153,7 +178,8 @@ class CarriedCall:
             return None
         if 0 in read or 0 in written:  # of a subclass without memory of its own
             return None
-        reduces = self.kernel != _MOVES and written
-        if reduces and read != written and abs(read[0] - written[0]) < self.nbytes:
+        memory = self._layout(self._op, self._rank, self._size, read, written)
+        apart = abs(memory.source - memory.target)
+        if self.kernel != _MOVES and memory.target and 0 < apart < self.nbytes:
             return None
-        return self._layout(self._op, self._rank, self._size, read, written)
+        return memory

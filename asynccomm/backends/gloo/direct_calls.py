@@ -13,18 +13,32 @@ from asynccomm.backends.base import DirectCalls, Submission
 from asynccomm.backends.direct_calls import RepeatedCalls
 from asynccomm.backends.gloo.carried import CarriedCall
 from asynccomm.backends.gloo.collectives import GlooCollectives
-from asynccomm.ops import AllGather, AllReduce, Barrier, Broadcast, Gather, Reduce, Scatter, dims
+from asynccomm.ops import (
+    AllGather,
+    AllReduce,
+    AllToAllSingle,
+    Barrier,
+    Broadcast,
+    Gather,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    dims,
+)
 
 _CHECKS: Final[frozenset[Callable[..., Any]]] = frozenset(
     {
         AllGather.of,
         AllReduce.of,
+        AllToAllSingle.of,
         Barrier.of,
         Broadcast.of,
         Gather.of,
         Reduce.of,
+        ReduceScatter.of,
         Scatter.of,
         dims.all_gather_single,
+        dims.reduce_scatter_single,
     }
 )
 

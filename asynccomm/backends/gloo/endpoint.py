@@ -37,7 +37,7 @@ from typing import Final, Self, final
 
 import torch
 
-from asynccomm.backends.gloo.links import MessageLink
+from asynccomm.backends.gloo.links import Buffer, MessageLink
 from asynccomm.backends.gloo.messages import Header
 from asynccomm.control.transport.sockets import tcp_socket
 from asynccomm.core.mailbox import Mailbox
@@ -157,8 +157,8 @@ class Endpoint:
         link = self._outbound.get(peer)
         return link if link is not None or self._ended else self._connect(peer)
 
-    def send(self, link: MessageLink, *parts: bytes | bytearray) -> None:
-        """Send ``parts`` on ``link``, in memory that must not change while the link is pending. Under the lock."""
+    def send(self, link: MessageLink, *parts: bytes | bytearray | Buffer) -> None:
+        """Send ``parts`` on ``link``; they may change afterwards. Under the lock."""
         if link.fd not in self._links:
             return
         try:
@@ -170,10 +170,15 @@ class Endpoint:
                 self._watch(link)
                 self._note_bulk(link)
 
-    def source(self, peer: int) -> int | None:
-        """The descriptor on which the next frame of ``peer`` begins; None: a part of it was read. Under the lock."""
+    def inbound(self, peer: int) -> MessageLink | None:
+        """The link on which the next frame of ``peer`` begins; None: a part of it was read. Under the lock."""
         link = self._inbound.get(peer)
-        return link.fd if link is not None and link.fd in self._links and not link.receiving else None
+        return link if link is not None and link.fd in self._links and not link.receiving else None
+
+    def source(self, peer: int) -> int | None:
+        """The descriptor of ``inbound``. Under the lock."""
+        link = self.inbound(peer)
+        return None if link is None else link.fd
 
     def sink(self, peer: int) -> int | None:
         """The descriptor for the next frame to ``peer``; None: there is none, or data waits for it. Under the lock."""

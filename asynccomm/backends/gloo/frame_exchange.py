@@ -23,12 +23,10 @@ import torch
 from asynccomm.backends.gloo.carried import CarriedCall, CarriedMemory
 from asynccomm.backends.gloo.endpoint import Endpoint
 from asynccomm.backends.gloo.frames import LONGEST, Frame, beginning_of
-from asynccomm.backends.gloo.links import MessageLink
+from asynccomm.backends.gloo.links import JOINED, MessageLink
 from asynccomm.backends.gloo.messages import Header, Kind
 from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.errors import BackendError
-
-JOINED: Final = 4 << 10  # bytes of a frame that is copied behind its header: two parts cost the system call as much
 
 _ALL: Final = 1  # a result in C: the frames of all ranks have come, and the sockets have taken this rank's
 _CARRIED: Final = 3  # and the collective is done

@@ -42,12 +42,14 @@ from asynccomm.ops import (
     AllGatherSingle,
     AllReduce,
     AllToAll,
+    AllToAllSingle,
     Broadcast,
     Gather,
     Op,
     Parcels,
     Reduce,
     ReduceScatter,
+    ReduceScatterSingle,
     Scatter,
 )
 from asynccomm.ops.reduce_op import RedOpType
@@ -83,7 +85,7 @@ class Frame:
         self._equal = b""
         self._mine = 0
         self._root: int | None = None  # the only rank that needs the contribution; None: all ranks do
-        self._share = 0  # bytes of the contribution for each rank, if it differs
+        self._part = 0  # bytes of the contribution for each rank, if each gets a part of it
 
     def fill(self, submission: Submission, place: int, heading: bytes, *, contribute: bool = True) -> None:
         """Enter this rank's description of ``submission``, and its inputs if they are short.
@@ -98,7 +100,8 @@ class Frame:
         if contribute:
             given = self._parcel(op, submission) if isinstance(op, Parcels) else self._contribution(op, submission)
         self._root = op.root if isinstance(op, (Gather, Reduce)) and given is not None else None
-        self._share = op.nbytes if isinstance(op, Scatter) and given and op.root == self._rank else 0
+        gives_parts = has_parts(op) and (op.root is None or op.root == self._rank)
+        self._part = len(given) // self._size if gives_parts and given else 0
         self._received[self._rank] = self._packed(given)
 
     def _packed(self, given: bytes | bytearray | None) -> bytearray:
@@ -108,9 +111,9 @@ class Frame:
     def packed(self, peer: int) -> bytearray:
         """This rank's frame for ``peer``, with the part of the contribution that the rank needs."""
         whole = self._received[self._rank]
-        if self._share:
-            start = _HEADER + peer * self._share
-            return self._packed(whole[start : start + self._share])
+        if self._part:
+            start = _HEADER + peer * self._part
+            return self._packed(whole[start : start + self._part])
         return whole if self._root is None or peer == self._root else self._packed(b"")
 
     def put(self, rank: int, data: bytes | bytearray) -> None:
@@ -202,14 +205,20 @@ def room_of(op: Op, size: int) -> int:
 
     Where another rank needs all of it, the ranks that wait for it get it at once, without gloo's threads.
     """
+    to_all = PAIR if size == 2 else max(ROOM, LONG // max(size - 1, 1))
     match op:
         case Gather():
             return LONG
         case Scatter():
             return LONG * size
         case AllReduce() | Reduce() | Broadcast() | AllGather() | AllGatherSingle():
-            return PAIR if size == 2 else max(ROOM, LONG // max(size - 1, 1))
-    return ROOM
+            return to_all
+    return to_all * size if has_parts(op) else ROOM
+
+
+def has_parts(op: Op) -> bool:
+    """Whether a rank gives a part of its contribution to each rank, all of one length."""
+    return op.split and op.sizes_known and not op.counts
 
 
 def extent(submission: Submission) -> tuple[int, int]:
@@ -230,13 +239,14 @@ def is_carried(submission: Submission, size: int) -> bool:
 def complete(submission: Submission, rank: int, given: Sequence[Buffer]) -> None:
     """Compute the outputs of a collective of tensors from the contributions. Their memory may be clobbered."""
     op, outputs = submission.op, submission.outputs
-    if isinstance(op, Scatter):  # each rank has got its part alone, but for the root
-        share = given[op.root]
-        given = [share[rank * op.nbytes : (rank + 1) * op.nbytes] if rank == op.root else share]
+    if has_parts(op):  # each rank has got its part alone, but for the own contribution
+        given = _parts(op, rank, given)
+    if isinstance(op, (ReduceScatter, ReduceScatterSingle)) and has_parts(op):
+        op = Reduce(op.dtype, op.numel, rank, op.reduction)
     if not outputs or _completed(op, outputs, given):
         return
-    if isinstance(op, Scatter):
-        computing.fill(outputs, _tensor(given[0]))
+    if has_parts(op):
+        computing.fill(outputs, _tensor(b"".join(given)))
         return
     ops = [op] * len(given)
     if isinstance(op, AllToAll):
@@ -245,6 +255,22 @@ def complete(submission: Submission, rank: int, given: Sequence[Buffer]) -> None
         ops = [AllToAll(op.dtype, sends, ()) for sends in tables]
         given = [each[n:] for each in given]
     perform(ops, [_tensor(each) for each in given], {rank: outputs})
+
+
+def _parts(op: Op, rank: int, given: Sequence[Buffer]) -> Sequence[Buffer]:
+    """The parts for this rank of the contributions. Raises: BackendError if a part has another length."""
+    if op.root is not None and op.root != rank:
+        return [given[op.root]]
+    own = given[rank]
+    n = len(own) // len(given)
+    mine = own[rank * n : (rank + 1) * n]
+    if op.root is not None:
+        return [mine]
+    parts = [mine if giver == rank else part for giver, part in enumerate(given)]
+    for giver, part in enumerate(parts):
+        if len(part) != n:
+            raise BackendError(f"rank {giver} sent a frame that cannot be: {len(part)} bytes for a part of {n}")
+    return parts
 
 
 def _completed(op: Op, outputs: Sequence[Tensor], given: Sequence[Buffer]) -> bool:
@@ -257,7 +283,7 @@ def _completed(op: Op, outputs: Sequence[Tensor], given: Sequence[Buffer]) -> bo
             _fill(output, given[root])
         case Scatter() if len(outputs) == 1:
             _fill(output, given[0])
-        case AllGatherSingle():
+        case AllGatherSingle() | AllToAllSingle():
             _fill(output, b"".join(given))
         case AllGather() | Gather() if len(outputs) == len(given) and all(map(is_plain, outputs)):
             for each, data in zip(outputs, given, strict=True):
@@ -339,7 +365,7 @@ def beginning_of(equal: bytes, nbytes: int) -> bytes:
     return (equal + _OWN.pack(0, nbytes, 1)).ljust(_HEADER, b"\0")
 
 
-def combined_as_stored(op: AllReduce | Reduce) -> bool:
+def combined_as_stored(op: AllReduce | Reduce | ReduceScatter | ReduceScatterSingle) -> bool:
     """Whether contributions are combined in the dtype of the op, and the sum is the result."""
     reduction = op.reduction
     return reduction.factor is None and reduction.type is not RedOpType.AVG and op.dtype in _IN_OWN_DTYPE

@@ -23,6 +23,7 @@ CHUNK: Final = 1 << 20  # bytes of one system call: another thread waits meanwhi
 ROOM: Final = SHORT + (4 << 10)  # bytes of the buffer for headers and short data: a whole message, and more headers
 BULK: Final = 1 << 20  # bytes left of one buffer: more take so long that they would hold up an event loop
 VECTORS: Final = 64  # buffers of one system call
+JOINED: Final = 4 << 10  # bytes of data that is copied behind its header: two parts cost the system call as much
 
 Buffer: TypeAlias = "memoryview[int]"
 
@@ -39,8 +40,8 @@ def fill(tensor: Tensor, data: bytes | bytearray | Buffer) -> None:
 
 
 def view(tensor: Tensor) -> Buffer:
-    """The memory of a plain tensor of bytes, which the caller keeps alive."""
-    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+    """The bytes of a plain tensor, which the caller keeps alive."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 @final
@@ -103,8 +104,8 @@ class MessageLink:
         if done is not None:
             self._out.append(done)
 
-    def send(self, *parts: bytes | bytearray) -> None:
-        """Write ``parts``, or queue the rest, which the socket does not take now. Raises: OSError."""
+    def send(self, *parts: bytes | bytearray | Buffer) -> None:
+        """Write ``parts``, or queue a copy of the rest, which the socket does not take now. Raises: OSError."""
         count = 0
         if not self._out:
             try:
@@ -113,7 +114,7 @@ class MessageLink:
                 count = 0
         for part in parts:
             if count < len(part):
-                self._out.append(memoryview(part)[count:])
+                self._out.append(memoryview(bytes(memoryview(part)[count:])))
             count = max(0, count - len(part))
 
     def write(self) -> None:

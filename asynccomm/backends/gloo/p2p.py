@@ -33,7 +33,7 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.endpoint import Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.frames import LONGEST
-from asynccomm.backends.gloo.links import Buffer, MessageLink, copied, fill, view
+from asynccomm.backends.gloo.links import JOINED, VECTORS, Buffer, MessageLink, copied, fill, view
 from asynccomm.backends.gloo.messages import (
     HEADER_BYTES,
     OFFERED,
@@ -50,6 +50,7 @@ from asynccomm.backends.gloo.staging import room, unpack
 from asynccomm.backends.matching import MatchQueues
 from asynccomm.backends.regions import bytes_of
 from asynccomm.backends.spinning import SHORT_WAIT_SECONDS, waited
+from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace, PeerOp, PeerParcel, Recv, Send
@@ -59,6 +60,8 @@ from asynccomm.ops.dtypes import BY_CODE, CODES
 SPIN_SECONDS: Final = 2e-4  # for a late peer before a task suspends: some wake-ups
 SPIN_BYTES: Final = 1 << 20  # a larger message takes longer than a wake-up anyway
 SCRATCH: Final = 1 << 20  # bytes received at a time where a payload is discarded
+
+_core: Final[Any] = load("asynccomm.backends.gloo._frames")
 
 
 @final
@@ -139,7 +142,40 @@ class PointToPoint:
         until = time.perf_counter() + SPIN_SECONDS
         if not work.op.p2p:
             self._frames.receive(until, work.done)
+        elif not isinstance(_core, CoreUnavailable):
+            self._receive_in_c(endpoint, work, until)
         endpoint.serve(until, work.done)
+
+    def _receive_in_c(self, endpoint: Endpoint, work: Work[Any], until: float) -> None:
+        """Receive a short tensor, if ``work`` waits for the next message of a rank, as ``spin`` does."""
+        op = work.op
+        if not isinstance(op, Recv) or op.peer is None or op.peer == self._rank or op.nbytes > SHORT:
+            return
+        with self._lock:
+            receive = None if self._broken else self._queues.next_receive(op.peer, op.key)
+            if receive is None or receive.work is not work or not arithmetic.is_plain(receive.outputs[0]):
+                return
+            try:
+                self._receive_next(endpoint, op.peer, op, receive, until - time.perf_counter())
+            except Exception as exc:
+                self._fail(exc)
+        self.settle()
+
+    def _receive_next(self, endpoint: Endpoint, peer: int, op: Recv, receive: Submission, seconds: float) -> None:
+        endpoint.before_read()
+        link = endpoint.inbound(peer)
+        if link is None or receive.work.done():
+            return
+        endpoint.note_use()
+        header = Header(Kind.TENSOR, op.tag, 0, op.numel, CODES[op.dtype]).pack()
+        data = _core.receive_message(link.fd, header, receive.outputs[0].data_ptr(), op.nbytes, seconds)
+        if data is not None:
+            endpoint.feed(peer, data)
+            return
+        self._queues.claim(peer, op.key)
+        self._report_taken(link, HEADER_BYTES + op.nbytes)
+        receive.work.source = peer
+        self._finished.append(partial(self._settle, receive))
 
     def settle(self) -> None:
         """Run the steps that need no lock, also those of frames."""
@@ -224,11 +260,15 @@ class PointToPoint:
         plain = [arithmetic.resolved(tensor) for tensor in tensors if tensor.numel()]
         if nbytes <= SHORT and window >= 0:
             self._window[link] = window
-            endpoint.send(link, b"".join([header.pack(), head, *[copied(each, each.nbytes) for each in plain]]))
+            packed = header.pack() + head
+            if nbytes > JOINED and len(plain) < VECTORS:
+                endpoint.send(link, packed, *map(view, plain))
+            else:
+                endpoint.send(link, b"".join([packed, *[copied(each, each.nbytes) for each in plain]]))
             self._finished.append(submission.work.settle)
         else:
             self._numbers += 1
-            self._offers[self._numbers] = submission, head, [tensor.view(torch.uint8) for tensor in plain]
+            self._offers[self._numbers] = submission, head, plain
             endpoint.send(link, header._replace(kind=header.kind + OFFERED, number=self._numbers).pack())
 
     # -- receiving -----------------------------------------------------------------------------------------------------

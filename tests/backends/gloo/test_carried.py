@@ -11,7 +11,20 @@ from torch import Tensor
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.carried import CarriedCall
 from asynccomm.backends.gloo.frames import LONG, PAIR
-from asynccomm.ops import AllGather, AllGatherSingle, AllReduce, Barrier, Broadcast, Call, Gather, Reduce, Scatter
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAllSingle,
+    Barrier,
+    Broadcast,
+    Call,
+    Gather,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    Scatter,
+)
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
 
@@ -76,6 +89,24 @@ def test_gathers_have_a_place_for_each_rank() -> None:
     assert memory(Scatter.of(group(0), tensor, None, 1), 0) == ([0] * 3, [0, at(tensor), 0], 0, 0)
 
 
+def test_parts_go_to_their_ranks() -> None:
+    tensor, whole = torch.zeros(4), torch.zeros(SIZE, 4)
+    rows = [whole[k] for k in range(SIZE)]
+    gives = [at(whole), 0, at(whole, 2)]
+    summed = (gives, [1, 0, 1], at(whole, 1), at(tensor))
+    assert memory(ReduceScatter.of(group(1), tensor, rows, ReduceOp.SUM), 1) == summed
+    assert memory(ReduceScatterSingle.of(group(1), tensor, whole, ReduceOp.SUM), 1) == summed
+    places = torch.zeros(SIZE, 4)
+    moved = (gives, [at(places), 0, at(places, 2)], at(whole, 1), at(places, 1))
+    assert memory(AllToAllSingle.of(group(1), places, whole), 1) == moved
+    in_place = ReduceScatterSingle.of(group(1), whole[1], whole, ReduceOp.SUM)
+    assert memory(in_place, 1) == (gives, [1, 0, 1], at(whole, 1), at(whole, 1))
+    shifted = Call(in_place.op, (whole,), (whole.view(-1)[6:10],), None)
+    kind = kind_of(shifted, 1)
+    assert kind is not None
+    assert kind.memory(shifted.inputs, shifted.outputs) is None, "the sum would overwrite its own terms"
+
+
 def test_a_barrier_moves_nothing() -> None:
     assert memory(Barrier.of(group(0)), 0) == ([0] * 3, [0] * 3, 0, 0)
 
@@ -103,6 +134,19 @@ def test_all_ranks_know_by_the_size_whether_frames_carry_a_call(rank: int) -> No
         given = parts if rank == 0 else None
         assert (kind_of(Scatter.of(group(rank), torch.zeros(numel), given, 0), rank) is not None) is carried
         assert (kind_of(Gather.of(group(rank), given, torch.zeros(numel), 0), rank) is not None) is carried
+
+
+@pytest.mark.parametrize("size", [2, SIZE])
+def test_parts_are_as_long_as_what_goes_to_all_ranks(size: int) -> None:
+    n = (PAIR if size == 2 else LONG // 2) // 4
+    for numel, carried in ((n, True), (n + 1, False)):
+        whole = torch.zeros(size * numel)
+        summed = ReduceScatterSingle.of(group(0, size), torch.zeros(numel), whole, ReduceOp.SUM)
+        moved = AllToAllSingle.of(group(0, size), torch.zeros(size * numel), whole)
+        for call in (summed, moved):
+            kind = kind_of(call, 0, size)
+            assert (kind is not None) is carried
+            assert kind is None or kind.nbytes == 4 * numel
 
 
 def test_calls_that_are_not_plain_have_no_memory() -> None:

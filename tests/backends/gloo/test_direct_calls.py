@@ -81,6 +81,15 @@ async def test_all_kinds_of_collectives_that_frames_carry(comm: Comm, monkeypatc
         given = [torch.full((3,), 10.0 * r) for r in range(size)] if rank == root else None
         await comm.scatter(part, given, root)
         assert part.tolist() == [10.0 * rank] * 3
+        sources = [torch.full((3,), 10.0 * r + rank) for r in range(size)]
+        of_all = [10.0 * rank * size + sums] * 3
+        assert (await comm.reduce_scatter(torch.zeros(3), sources)).tolist() == of_all
+        assert (await comm.reduce_scatter(sources[rank], sources)).tolist() == of_all  # in place
+        flat = torch.tensor([10.0 * r + rank for r in range(size) for _ in range(3)])
+        assert (await comm.reduce_scatter_single(torch.zeros(3), flat)).tolist() == of_all
+        from_each = [[10.0 * rank + r] * 3 for r in range(size)]
+        assert (await comm.all_to_all_single(torch.zeros(3 * size), flat)).view(size, 3).tolist() == from_each
+        assert (await comm.reduce_scatter_single(flat[:3], flat)).tolist() == of_all  # another rank's part
 
     for root in range(size):
         await round_of(root)

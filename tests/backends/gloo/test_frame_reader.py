@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,80 @@ def test_frames_of_all_sources_are_received(peers: Peers) -> None:
     assert frames.receive(peers.fds, 100, SECONDS) == ALL
     assert [*frames.frames()] == [b"short" * 20, b"more" * 5000]
     assert not frames.holds
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+SHORT_AND_LONG = (0, 1, 64, 4064, 4065, 64 << 10)
+
+
+def received(peers: Peers, nbytes: int, seconds: float = SECONDS) -> tuple[bytes | None, bytes]:
+    """What C returns, and the memory of the message."""
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    header = Header(Kind.TENSOR, 1, 0, nbytes, 0).pack()
+    data = core.receive_message(peers.fds[0], header, memory.data_ptr(), nbytes, seconds)
+    return data, memory.numpy().tobytes()
+
+
+@pytest.mark.parametrize("nbytes", SHORT_AND_LONG)
+def test_a_message_is_read_to_its_place(peers: Peers, nbytes: int) -> None:
+    data = random.Random(nbytes).randbytes(nbytes)
+    peers.there[0].setblocking(True)
+    sending = threading.Thread(target=peers.there[0].sendall, args=(message(data) + b"the next",))
+    sending.start()
+    assert received(peers, nbytes) == (None, data)
+    sending.join()
+    assert peers.pairs[0][0].recv(100) == b"the next"
+
+
+@pytest.mark.parametrize("cuts", [(0, 1), (1, 31), (31, 33), (32, 100), (33, 4096), (100, 5000), (5000, 9000)])
+def test_a_message_comes_in_parts(peers: Peers, cuts: tuple[int, int]) -> None:
+    for nbytes in (3000, 10_000):
+        data = random.Random(nbytes).randbytes(nbytes)
+        whole = message(data)
+        parts = [whole[: cuts[0]], whole[cuts[0] : cuts[1]], whole[cuts[1] :]]
+
+        def send(parts: list[bytes] = parts) -> None:
+            for part in parts:
+                peers.there[0].sendall(part)
+                time.sleep(0.002)
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        assert received(peers, nbytes) == (None, data)
+        sending.join()
+
+
+@pytest.mark.parametrize("nbytes", SHORT_AND_LONG)
+def test_all_bytes_of_something_else_are_returned(peers: Peers, nbytes: int) -> None:
+    """Of another message, of a part of the message, and of none."""
+    assert received(peers, nbytes, 0.0)[0] == b""
+    other = Header(Kind.TENSOR, 2, 0, nbytes, 0).pack() + b"x" * nbytes
+    peers.there[0].sendall(other)
+    data, memory = received(peers, nbytes)
+    assert data
+    assert memory == bytes(nbytes)
+    left = len(other) - len(data)
+    assert data + (peers.pairs[0][0].recv(left) if left else b"") == other
+    for there in (7, 32, 32 + nbytes // 2, 31 + nbytes):
+        part = message(b"y" * nbytes)[:there]
+        peers.there[0].sendall(part)
+        assert received(peers, nbytes, 0.0)[0] in (part, None if there == 32 + nbytes else part)
+
+
+def test_the_end_of_the_connection_is_left_to_python(peers: Peers) -> None:
+    peers.there[0].close()
+    assert received(peers, 10)[0] == b""
+
+
+def test_a_header_of_another_length_is_refused(peers: Peers) -> None:
+    with pytest.raises(ValueError, match="31 bytes of a header, 5 of data"):
+        core.receive_message(peers.fds[0], bytes(31), 0, 5, 0.0)
+    with pytest.raises(ValueError, match="32 bytes of a header, -1 of data"):
+        core.receive_message(peers.fds[0], bytes(32), 0, -1, 0.0)
+
+
+# -- frames -----------------------------------------------------------------------------------------------------------
 
 
 def test_data_behind_a_frame_is_not_kept_while_others_are_late(peers: Peers) -> None:

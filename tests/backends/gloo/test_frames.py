@@ -30,6 +30,7 @@ from asynccomm.ops import (
     AllGather,
     AllReduce,
     AllToAll,
+    AllToAllSingle,
     Barrier,
     Broadcast,
     Call,
@@ -39,6 +40,7 @@ from asynccomm.ops import (
     Parcels,
     Reduce,
     ReduceScatter,
+    ReduceScatterSingle,
     Scatter,
 )
 from asynccomm.ops.validation import CommInfo
@@ -335,6 +337,61 @@ def test_each_rank_gets_its_part_of_what_is_scattered(stride: int) -> None:
         assert outputs[rank].eq(7 + rank).all()
 
 
+def with_parts(
+    kind: str, dtype: torch.dtype, stride: int, reduction: Any
+) -> tuple[list[Submission], list[list[float]]]:
+    """The calls of all ranks, of 5 elements for each, and their results."""
+    given = [[[10.0 * rank + peer] * 5 for peer in range(SIZE)] for rank in range(SIZE)]
+    calls = []
+    for rank in range(SIZE):
+        rows = torch.tensor(given[rank], dtype=dtype)
+        output = torch.zeros(5 * (SIZE if kind == "moved" else 1) * stride, dtype=dtype)[::stride]
+        if kind == "moved":
+            calls.append(AllToAllSingle.of(group(rank), output, rows.view(-1)))
+        elif kind == "list":
+            calls.append(ReduceScatter.of(group(rank), output, list(rows), reduction))
+        else:
+            calls.append(ReduceScatterSingle.of(group(rank), output, rows.view(-1), reduction))
+    columns = [[row[rank] for row in given] for rank in range(SIZE)]
+    if kind == "moved":
+        return [*map(submission, calls)], [[value for part in column for value in part] for column in columns]
+    scale = {ReduceOp.SUM: 1.0, ReduceOp.AVG: 1 / SIZE}.get(reduction, 0.5)
+    return [*map(submission, calls)], [[sum(column[k][0] for k in range(SIZE)) * scale] * 5 for column in columns]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "reduction"),
+    [
+        ("moved", None),
+        ("list", ReduceOp.SUM),
+        ("single", ReduceOp.SUM),
+        ("single", ReduceOp.AVG),
+        ("single", ReduceOp.PREMUL_SUM(0.5)),
+    ],
+)
+def test_each_rank_gets_its_part_of_every_contribution(
+    kind: str, reduction: Any, dtype: torch.dtype, stride: int
+) -> None:
+    submissions, results = with_parts(kind, dtype, stride, reduction)
+    for rank, frame in enumerate(exchanged(submissions)):
+        given, _ = frame.given()
+        assert given is not None
+        assert len({len(given[peer]) for peer in range(SIZE) if peer != rank}) == 1
+        assert len(given[rank]) == SIZE * len(given[rank - 1])
+        complete(submissions[rank], rank, given)
+        assert submissions[rank].outputs[0].tolist() == pytest.approx(results[rank], rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["moved", "list", "single"])
+def test_a_part_of_another_length_is_refused(kind: str) -> None:
+    submissions, _ = with_parts(kind, torch.float32, 1, ReduceOp.SUM)
+    with pytest.raises(BackendError, match="rank 2 sent a frame that cannot be: 16 bytes for a part of 20"):
+        complete(submissions[1], 1, [b"x" * 20, b"x" * 60, b"x" * 16])
+    assert submissions[1].outputs[0].eq(0).all()
+
+
 @pytest.mark.parametrize("surplus", [-1, 1])
 def test_data_of_another_length_than_the_output_are_refused(surplus: int) -> None:
     calls = [Broadcast.of(group(rank), torch.zeros(4), 0) for rank in range(SIZE)]
@@ -347,3 +404,4 @@ def test_the_room_of_what_goes_to_all_ranks_shrinks_with_their_number() -> None:
     assert [room_of(Broadcast(torch.float32, 1, 0), size) for size in (1, 2, 3, 1000)] == [LONG, PAIR, LONG // 2, ROOM]
     assert [room_of(Gather(torch.float32, 1, 0), size) for size in (2, 1000)] == [LONG, LONG]
     assert room_of(Barrier(), 2) == ROOM
+    assert room_of(ReduceScatter(torch.float32, 2, ReduceOp.SUM, counts=(1, 2, 2)), 3) == ROOM

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import math
+from typing import Any
 from unittest import TestCase
 
 import pytest
@@ -9,13 +11,18 @@ import torch
 
 import asynccomm
 from asynccomm import BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
+from asynccomm.backends.gloo import p2p
 from asynccomm.backends.gloo.messages import SHORT, WINDOW
+from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.ops import MessageSpace, Parcel
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
 
 from .parcels import Shelf, data, joined, recv, send
+
+module_in_c: Any = load("asynccomm.backends.gloo._frames")
+needs_c = pytest.mark.skipif(isinstance(module_in_c, CoreUnavailable), reason="the messages in C are not built")
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -53,6 +60,133 @@ async def test_a_mismatch_with_oneself(comm: Comm) -> None:
         with pytest.raises(BrokenError):  # maybe before it is through the barrier
             await comm.barrier()
             await comm.recv(torch.ones(1), 0)
+
+
+class Counting:
+    """The module in C; it waits long, and counts the messages that it has received."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def receive_message(self, *arguments: Any) -> bytes | None:
+        data: bytes | None = module_in_c.receive_message(*arguments[:-1], 5.0)
+        self.received += data is None
+        return data
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    counts = Counting()
+    monkeypatch.setattr(p2p, "_core", counts)
+    monkeypatch.setattr(p2p, "SHORT_WAIT_SECONDS", math.inf)
+    return counts
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_awaited_receives_of_short_messages_are_carried_out_in_c(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = counting(monkeypatch)
+    other = 1 - comm.rank
+    for round, numel in enumerate((0, 1, 1000, SHORT // 4, 3, SHORT // 4) * 10):
+        expected = torch.arange(numel, dtype=torch.float32) + round
+        received = torch.zeros(numel)
+        if comm.rank == 0:
+            await comm.send(expected, other, tag=round)
+        work = comm.recv(received, other, tag=round)
+        assert await work is received
+        assert work.source == other
+        assert received.equal(expected)
+        if comm.rank == 1:
+            await comm.send(expected, other, tag=round)
+    assert counts.received >= 10, "on a busy machine, the endpoint's thread may be ahead of the task"
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_many_messages_in_one_direction_do_not_fill_the_window(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = counting(monkeypatch)
+    count = 3 * WINDOW // SHORT
+    for number in range(count):
+        if comm.rank == 0:
+            await comm.send(torch.full((SHORT,), number % 256, dtype=torch.uint8), 1)
+        else:
+            assert (await comm.recv(torch.zeros(SHORT, dtype=torch.uint8), 0)).eq(number % 256).all()
+    assert counts.received <= count * comm.rank
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_receives_that_are_not_the_next_one_take_the_ordinary_path(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting(monkeypatch)
+    if comm.rank == 0:
+        await comm.barrier()
+        for value in range(8):
+            await comm.send(torch.full((3,), float(value)), 1, tag=value // 6)
+        await comm.barrier()
+        return
+    first, second = comm.recv(torch.zeros(3), 0), comm.recv(torch.zeros(3), 0)
+    anyone = comm.recv(torch.zeros(3), None)
+    behind = comm.recv(torch.zeros(3), 0)
+    strided = comm.recv(torch.zeros(6)[::2], 0)
+    viewed = comm.recv(torch.zeros(3).neg()._neg_view(), 0)
+    tagged = comm.recv(torch.zeros(3), 0, tag=1)
+    await comm.barrier()
+    for work, value in ((second, 1), (tagged, 6), (first, 0), (behind, 3), (anyone, 2), (strided, 4), (viewed, 5)):
+        assert (await work).eq(value).all()
+    assert (await comm.recv(torch.zeros(3), 0, tag=1)).eq(7).all()
+    await comm.barrier()
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_messages_and_collectives_in_turns_in_c(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    other = 1 - comm.rank
+    for number in range(40):
+        work = comm.recv(torch.zeros(5), other)
+        await comm.send(torch.full((5,), float(number)), other)
+        assert (await comm.all_reduce(torch.ones(2))).eq(2).all()
+        assert (await work).eq(number).all()
+        assert (await comm.all_reduce(torch.ones(300))).eq(2).all()
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_receive_in_inference_mode(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    for number in range(3):
+        with torch.inference_mode():
+            if comm.rank == 0:
+                await comm.send(torch.full((5,), float(number)), 1)
+                await comm.send(torch.full((5,), number + 0.5), 1, tag=1)
+            else:
+                later = comm.recv(torch.zeros(5), 0, tag=1)
+                assert (await comm.recv(torch.zeros(5), 0)).eq(number).all()
+                assert (await later).eq(number + 0.5).all()
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_failure_in_c_breaks_the_comm(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def receive_message(self, *_: Any) -> None:
+            raise MemoryError("no room")
+
+    other = 1 - comm.rank
+    await asyncio.gather(comm.send(torch.zeros(1), other), comm.recv(torch.zeros(1), other))
+    if comm.rank == 1:
+        monkeypatch.setattr(p2p, "_core", Failing())
+        monkeypatch.setattr(p2p, "SHORT_WAIT_SECONDS", math.inf)
+        with pytest.raises(BackendError, match="a message failed: MemoryError: no room"):
+            await comm.recv(torch.zeros(5), 0)
+    else:
+        with pytest.raises(BrokenError):
+            await comm.recv(torch.zeros(5), 1)
 
 
 @pytest.mark.ranks(3, backend="gloo")
