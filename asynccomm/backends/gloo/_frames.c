@@ -439,6 +439,40 @@ static PyObject *receive_message(PyObject *Py_UNUSED(module), PyObject *args)
     return bytes;
 }
 
+/* send_message(descriptor, header, address, nbytes, seconds): write `header` and `nbytes` at `address`.
+ *
+ * Waits for at most `seconds` at a time for room in the socket. Returns the number of bytes written; an error is left to Python,
+ * which finds it, too. */
+static PyObject *send_message(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    int fd;
+    const char *header;
+    Py_ssize_t length, nbytes;
+    unsigned long long address;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "iy#Knd", &fd, &header, &length, &address, &nbytes, &seconds)) return NULL;
+    if (nbytes < 0) return PyErr_Format(PyExc_ValueError, "%zd bytes of data", nbytes);
+    char *data = (char *)(uintptr_t)address;
+    size_t sent = 0, head = (size_t)length, whole = head + (size_t)nbytes;
+    Py_BEGIN_ALLOW_THREADS
+    for (double until = monotonic() + seconds; sent < whole;) {
+        size_t left = sent < head ? head - sent : 0, offset = left ? 0 : sent - head;
+        struct iovec parts[2] = {{(void *)(uintptr_t)(header + sent), left}, {data + offset, (size_t)nbytes - offset}};
+        struct msghdr message = {.msg_iov = left ? parts : parts + 1, .msg_iovlen = left ? 2 : 1};
+        ssize_t count = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        double now = monotonic();
+        if (count > 0) {
+            sent += (size_t)count, until = now + seconds;
+        } else if ((errno != EAGAIN && errno != EINTR) || now >= until) {
+            break;
+        } else {
+            sched_yield(); /* the other rank may need this core */
+        }
+    }
+    Py_END_ALLOW_THREADS
+    return PyLong_FromSize_t(sent);
+}
+
 /* ---- the module --------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
@@ -450,7 +484,7 @@ static PyType_Slot slots[] = {
     {0, NULL}};
 static PyType_Spec spec = {"_frames.FrameReader", sizeof(FrameReader), 0, Py_TPFLAGS_DEFAULT, slots};
 
-static PyMethodDef functions[] = {{"receive_message", receive_message, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef functions[] = {{"receive_message", receive_message, METH_VARARGS, NULL}, {"send_message", send_message, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_frames", "Frames and messages, to and from their sockets.", -1, functions, NULL, NULL, NULL, NULL};
 

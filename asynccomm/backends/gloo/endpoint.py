@@ -102,6 +102,7 @@ class Endpoint:
         self._strangers: dict[MessageLink, float] = {}  # links without a token yet, with their deadlines
         self._outbound: dict[int, MessageLink] = {}  # by rank
         self._inbound: dict[int, MessageLink] = {}
+        self._pending: set[MessageLink] = set()  # links with data that waits for room in the socket
         self._left: set[MessageLink] = set()  # links on which the end is announced
         self._ended = False
         self._mailbox: Mailbox | None = None  # None: no loop reads
@@ -185,6 +186,11 @@ class Endpoint:
         link = self._outbound.get(peer)
         return link.fd if link is not None and link.fd in self._links and not link.pending else None
 
+    @property
+    def writing(self) -> bool:
+        """Whether data waits for room in a socket. Under the lock."""
+        return bool(self._pending)
+
     def note_use(self) -> None:
         """Note that another reader than the thread uses the sockets. Under the lock."""
         self._turns += 1
@@ -231,7 +237,12 @@ class Endpoint:
 
     def _watch(self, link: MessageLink) -> None:
         """Register ``link`` for the events that it waits for."""
-        events = select.EPOLLIN | (select.EPOLLOUT if link.pending else 0)
+        events = select.EPOLLIN
+        if link.pending:
+            events |= select.EPOLLOUT
+            self._pending.add(link)
+        else:
+            self._pending.discard(link)
         if events != link.watched:
             if link.watched:
                 self._inner.modify(link.fd, events)
@@ -298,6 +309,7 @@ class Endpoint:
 
     def _drop(self, link: MessageLink) -> None:
         self._strangers.pop(link, None)
+        self._pending.discard(link)
         if link in self._bulk:
             self._bulk.remove(link)
             self._listen()

@@ -9,6 +9,7 @@ between the socket and the memory of tensors without a copy.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import socket
 from collections import deque
@@ -17,10 +18,10 @@ from typing import Any, Final, TypeAlias, final
 
 from torch import Tensor
 
-from asynccomm.backends.gloo.messages import HEADER_BYTES, SHORT, Header
+from asynccomm.backends.gloo.messages import HEADER_BYTES, Header
 
 CHUNK: Final = 1 << 20  # bytes of one system call: another thread waits meanwhile, and shorter parts take longer
-ROOM: Final = SHORT + (4 << 10)  # bytes of the buffer for headers and short data: a whole message, and more headers
+ROOM: Final = 68 << 10  # bytes of the buffer for headers and short data
 BULK: Final = 1 << 20  # bytes left of one buffer: more take so long that they would hold up an event loop
 VECTORS: Final = 64  # buffers of one system call
 JOINED: Final = 4 << 10  # bytes of data that is copied behind its header: two parts cost the system call as much
@@ -170,21 +171,28 @@ class MessageLink:
         self._then = then
 
     def read(self) -> bool:
-        """Read once, at most ``CHUNK`` bytes; returns whether something has come. Raises: EOFError, OSError."""
+        """Read, at most ``CHUNK`` bytes; returns whether something has come. Raises: EOFError, OSError."""
         parts = self._parts
-        direct = bool(parts) and len(parts[0]) >= ROOM  # else one system call brings several parts, or frames
-        try:
-            count = self.sock.recv_into(parts[0][:CHUNK] if direct else self._room[self._end :])
-        except BlockingIOError:
-            return False
-        if not count:
-            raise EOFError
-        if direct:
-            self._advance(count)
-        else:
+        if not parts or len(parts[0]) < ROOM:  # one system call brings several parts, or frames
+            try:
+                count = self.sock.recv_into(self._room[self._end :])
+            except BlockingIOError:
+                return False
+            if not count:
+                raise EOFError
             self._end += count
+            self._parse()
+            return True
+        total = 0
+        with contextlib.suppress(BlockingIOError):
+            while total < CHUNK and parts and len(parts[0]) >= ROOM:  # more comes while a part is copied
+                count = self.sock.recv_into(parts[0][: CHUNK - total])
+                if not count:
+                    raise EOFError
+                total += count
+                self._advance(count)
         self._parse()
-        return True
+        return total > 0
 
     def feed(self, data: bytes) -> None:
         """Use data of the connection that was read elsewhere, behind all that was read here."""

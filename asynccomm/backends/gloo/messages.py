@@ -10,7 +10,7 @@ from asynccomm.ops import MessageSpace
 from asynccomm.ops.dtypes import BY_CODE
 from asynccomm.ops.parcels import MAX_HEAD
 
-SHORT: Final = 64 << 10  # bytes: up to this size, a copy costs less than a reply of the receiving rank
+SHORT: Final = 256 << 10  # bytes: up to this size, a copy costs less than a reply of the receiving rank
 WINDOW: Final = 1 << 20  # bytes of short messages, with their headers, that no operation has taken
 REPORT: Final = WINDOW // 8  # bytes taken until the receiver reports them
 

@@ -33,7 +33,7 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.endpoint import Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.frames import LONGEST
-from asynccomm.backends.gloo.links import JOINED, VECTORS, Buffer, MessageLink, copied, fill, view
+from asynccomm.backends.gloo.links import JOINED, Buffer, MessageLink, copied, fill, view
 from asynccomm.backends.gloo.messages import (
     HEADER_BYTES,
     OFFERED,
@@ -59,6 +59,7 @@ from asynccomm.ops.dtypes import BY_CODE, CODES
 
 SPIN_SECONDS: Final = 2e-4  # for a late peer before a task suspends: some wake-ups
 SPIN_BYTES: Final = 1 << 20  # a larger message takes longer than a wake-up anyway
+ROOM_SECONDS: Final = 5e-5  # to wait in a call of send for room in the socket: a rank that receives makes some
 SCRATCH: Final = 1 << 20  # bytes received at a time where a payload is discarded
 
 _core: Final[Any] = load("asynccomm.backends.gloo._frames")
@@ -151,20 +152,22 @@ class PointToPoint:
         op = work.op
         if not isinstance(op, Recv) or op.peer is None or op.peer == self._rank or op.nbytes > SHORT:
             return
+        if torch.is_inference_mode_enabled():  # memory made in the caller's mode could not be written to later
+            with torch.inference_mode(False):
+                return self._receive_in_c(endpoint, work, until)
         with self._lock:
+            endpoint.before_read()
             receive = None if self._broken else self._queues.next_receive(op.peer, op.key)
-            if receive is None or receive.work is not work or not arithmetic.is_plain(receive.outputs[0]):
-                return
-            try:
-                self._receive_next(endpoint, op.peer, op, receive, until - time.perf_counter())
-            except Exception as exc:
-                self._fail(exc)
+            if receive is not None and receive.work is work:
+                try:
+                    self._receive_next(endpoint, op.peer, op, receive, until - time.perf_counter())
+                except Exception as exc:
+                    self._fail(exc)
         self.settle()
 
     def _receive_next(self, endpoint: Endpoint, peer: int, op: Recv, receive: Submission, seconds: float) -> None:
-        endpoint.before_read()
         link = endpoint.inbound(peer)
-        if link is None or receive.work.done():
+        if link is None or endpoint.writing or not arithmetic.is_plain(receive.outputs[0]):  # C does not write
             return
         endpoint.note_use()
         header = Header(Kind.TENSOR, op.tag, 0, op.numel, CODES[op.dtype]).pack()
@@ -173,9 +176,7 @@ class PointToPoint:
             endpoint.feed(peer, data)
             return
         self._queues.claim(peer, op.key)
-        self._report_taken(link, HEADER_BYTES + op.nbytes)
-        receive.work.source = peer
-        self._finished.append(partial(self._settle, receive))
+        self._landed(link, op.nbytes, receive)
 
     def settle(self) -> None:
         """Run the steps that need no lock, also those of frames."""
@@ -261,8 +262,8 @@ class PointToPoint:
         if nbytes <= SHORT and window >= 0:
             self._window[link] = window
             packed = header.pack() + head
-            if nbytes > JOINED and len(plain) < VECTORS:
-                endpoint.send(link, packed, *map(view, plain))
+            if nbytes > JOINED and len(plain) == 1:
+                self._send_from(endpoint, link, packed, plain[0])
             else:
                 endpoint.send(link, b"".join([packed, *[copied(each, each.nbytes) for each in plain]]))
             self._finished.append(submission.work.settle)
@@ -270,6 +271,15 @@ class PointToPoint:
             self._numbers += 1
             self._offers[self._numbers] = submission, head, plain
             endpoint.send(link, header._replace(kind=header.kind + OFFERED, number=self._numbers).pack())
+
+    @staticmethod
+    def _send_from(endpoint: Endpoint, link: MessageLink, packed: bytes, tensor: Tensor) -> None:
+        """Send a short message from the memory of ``tensor``."""
+        sent = 0
+        if endpoint.sink(link.peer) is not None and not isinstance(_core, CoreUnavailable):
+            sent = _core.send_message(link.fd, packed, tensor.data_ptr(), tensor.nbytes, ROOM_SECONDS)
+        if sent < len(packed) + tensor.nbytes:
+            endpoint.send(link, packed[sent:], view(tensor)[max(0, sent - len(packed)) :])
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
@@ -317,7 +327,17 @@ class PointToPoint:
                     self._take(link.peer, incoming, receive)
                 return
             incoming.receive = receive
-            self._receive_short(link, nbytes, partial(self._stored, incoming))
+            if receive is not None and nbytes and _lands_as_it_is(header, receive):
+                landed = partial(self._landed, link, nbytes, receive)
+                link.receive([view(receive.outputs[0])], partial(self._guarded, landed))
+            else:
+                self._receive_short(link, nbytes, partial(self._stored, incoming))
+
+    def _landed(self, link: MessageLink, nbytes: int, receive: Submission) -> None:
+        """Complete a receive whose short message is in its place."""
+        self._report_taken(link, HEADER_BYTES + nbytes)
+        receive.work.source = link.peer
+        self._finished.append(partial(self._settle, receive))
 
     def _receive_short(self, link: MessageLink, nbytes: int, then: Callable[[bytes | bytearray], object]) -> None:
         data = link.take(nbytes)
@@ -509,6 +529,15 @@ class PointToPoint:
 def _take(receive: Submission) -> bool:
     """Take the claim to a receive from any source; False: another backend has it."""
     return receive.claim is None or receive.claim.take(receive)
+
+
+def _lands_as_it_is(header: Header, receive: Submission) -> bool:
+    """Whether the data of a message can be read to the memory of the tensor that it is for."""
+    op = receive.op
+    if header.kind != Kind.TENSOR or not isinstance(op, Recv):
+        return False
+    same = (header.first, header.second) == (op.numel, CODES[op.dtype])
+    return same and arithmetic.is_plain(receive.outputs[0])
 
 
 def _tensor(data: bytes | bytearray) -> Tensor:

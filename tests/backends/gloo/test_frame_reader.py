@@ -146,6 +146,33 @@ def test_a_header_of_another_length_is_refused(peers: Peers) -> None:
         core.receive_message(peers.fds[0], bytes(32), 0, -1, 0.0)
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, 4 << 20])
+def test_a_message_is_written_as_far_as_there_is_room(peers: Peers, nbytes: int) -> None:
+    data = random.Random(nbytes).randbytes(nbytes)
+    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+    for head in (b"", b"head"):
+        written = core.send_message(peers.fds[0], head, memory.data_ptr(), nbytes, 0.0)
+        assert written == len(head) + nbytes or (nbytes > 5000 and 0 < written < nbytes)
+        got = bytearray()
+        while len(got) < written:
+            got += peers.there[0].recv(1 << 20)
+        assert got == (head + data)[:written]
+    if nbytes:
+        reading = threading.Thread(target=lambda: got.extend(peers.there[0].recv(nbytes, socket.MSG_WAITALL)))
+        got = bytearray()
+        reading.start()
+        assert core.send_message(peers.fds[0], b"", memory.data_ptr(), nbytes, SECONDS) == nbytes
+        reading.join()
+        assert got == data
+
+
+def test_an_end_of_the_connection_ends_the_writing(peers: Peers) -> None:
+    peers.there[0].close()
+    assert core.send_message(peers.fds[0], b"head", 0, 0, SECONDS) == 0
+    with pytest.raises(ValueError, match="-5 bytes of data"):
+        core.send_message(peers.fds[0], b"head", 0, -5, 0.0)
+
+
 # -- frames -----------------------------------------------------------------------------------------------------------
 
 

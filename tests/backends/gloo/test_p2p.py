@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import socket
 from typing import Any
 from unittest import TestCase
 
@@ -65,13 +66,19 @@ async def test_a_mismatch_with_oneself(comm: Comm) -> None:
 class Counting:
     """The module in C; it waits long, and counts the messages that it has received."""
 
+    seconds = 5.0
+
     def __init__(self) -> None:
         self.received = 0
 
     def receive_message(self, *arguments: Any) -> bytes | None:
-        data: bytes | None = module_in_c.receive_message(*arguments[:-1], 5.0)
+        data: bytes | None = module_in_c.receive_message(*arguments[:-1], self.seconds)
         self.received += data is None
         return data
+
+    def send_message(self, *arguments: Any) -> int:
+        sent: int = module_in_c.send_message(*arguments)
+        return sent
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
@@ -140,6 +147,27 @@ async def test_receives_that_are_not_the_next_one_take_the_ordinary_path(
         assert (await work).eq(value).all()
     assert (await comm.recv(torch.zeros(3), 0, tag=1)).eq(7).all()
     await comm.barrier()
+
+
+@needs_c
+@pytest.mark.timeout(60)
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_wait_in_c_does_not_hold_up_what_is_to_be_written(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "seconds", 90.0)
+    counting(monkeypatch)
+    other = 1 - comm.rank
+    for _ in range(2):
+        await asyncio.gather(comm.send(torch.zeros(1), other), comm.recv(torch.zeros(1), other))
+    if comm.rank == 0:
+        backend: Any = comm.unsafe_get_backend()
+        backend._endpoint._outbound[1].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        for _ in range(3):
+            await comm.send(torch.arange(SHORT // 8), 1)
+            assert (await comm.recv(torch.zeros(2), 1)).eq(3).all()
+    else:
+        for _ in range(3):
+            assert (await comm.recv(torch.zeros(SHORT // 8, dtype=torch.int64), 0)).equal(torch.arange(SHORT // 8))
+            await comm.send(torch.full((2,), 3.0), 0)
 
 
 @needs_c
