@@ -334,7 +334,7 @@ class PointToPoint:
                 self._receive_short(link, nbytes, partial(self._stored, incoming))
 
     def _landed(self, link: MessageLink, nbytes: int, receive: Submission) -> None:
-        """Complete a receive whose short message is in its place."""
+        """Complete a receive; its memory has the data of a short message already."""
         self._report_taken(link, HEADER_BYTES + nbytes)
         receive.work.source = link.peer
         self._finished.append(partial(self._settle, receive))

@@ -81,7 +81,7 @@ SHORT_AND_LONG = (0, 1, 64, 4064, 4065, 64 << 10)
 
 
 def received(peers: Peers, nbytes: int, seconds: float = SECONDS) -> tuple[bytes | None, bytes]:
-    """What C returns, and the memory of the message."""
+    """The result of C, and the memory of the message."""
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     header = Header(Kind.TENSOR, 1, 0, nbytes, 0).pack()
     data = core.receive_message(peers.fds[0], header, memory.data_ptr(), nbytes, seconds)
