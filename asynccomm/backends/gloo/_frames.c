@@ -435,7 +435,7 @@ static PyObject *receive_message(PyObject *Py_UNUSED(module), PyObject *args)
     if (!bytes) return NULL;
     size_t begun = got < first ? got : first;
     memcpy(PyBytes_AsString(bytes), room, begun);
-    memcpy(PyBytes_AsString(bytes) + begun, data, got - begun);
+    if (got > begun) memcpy(PyBytes_AsString(bytes) + begun, data, got - begun); /* a tensor without elements has no memory */
     return bytes;
 }
 
