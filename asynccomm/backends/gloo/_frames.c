@@ -409,9 +409,10 @@ static size_t read_message(int fd, const char *header, char *room, size_t first,
     return got;
 }
 
-/* receive_message(descriptor, header, address, nbytes, seconds): a message with this header and `nbytes` of data.
+/* receive_message(descriptor, header, address, nbytes, seconds, outcome): a message with this header and `nbytes` of data.
  *
- * Waits as `move_frames` does. None: all of it has come, and the data is at `address`. Otherwise the bytes that have come. */
+ * Waits as `move_frames` does. Appends to the list `outcome`, because a signal handler may raise behind this call: None if all of
+ * the message has come, with its data at `address`; otherwise the bytes that have come. */
 static PyObject *receive_message(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int fd;
@@ -419,8 +420,9 @@ static PyObject *receive_message(PyObject *Py_UNUSED(module), PyObject *args)
     Py_ssize_t length, nbytes;
     unsigned long long address;
     double seconds;
+    PyObject *outcome;
     char room[ROOM];
-    if (!PyArg_ParseTuple(args, "iy#Knd", &fd, &header, &length, &address, &nbytes, &seconds)) return NULL;
+    if (!PyArg_ParseTuple(args, "iy#KndO!", &fd, &header, &length, &address, &nbytes, &seconds, &PyList_Type, &outcome)) return NULL;
     if (length != HEADER || nbytes < 0) return PyErr_Format(PyExc_ValueError, "%zd bytes of a header, %zd of data", length, nbytes);
     char *data = (char *)(uintptr_t)address;
     size_t first = nbytes <= ROOM - HEADER ? HEADER + (size_t)nbytes : HEADER, got;
@@ -429,20 +431,22 @@ static PyObject *receive_message(PyObject *Py_UNUSED(module), PyObject *args)
     Py_END_ALLOW_THREADS
     if (got == HEADER + (size_t)nbytes && !memcmp(room, header, HEADER)) {
         if (first > HEADER) memcpy(data, room + HEADER, (size_t)nbytes);
-        Py_RETURN_NONE;
+        return PyList_Append(outcome, Py_None) ? NULL : Py_NewRef(Py_None);
     }
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)got);
     if (!bytes) return NULL;
     size_t begun = got < first ? got : first;
     memcpy(PyBytes_AsString(bytes), room, begun);
     if (got > begun) memcpy(PyBytes_AsString(bytes) + begun, data, got - begun); /* a tensor without elements has no memory */
-    return bytes;
+    int failed = PyList_Append(outcome, bytes);
+    Py_DECREF(bytes);
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* send_message(descriptor, header, address, nbytes, seconds): write `header` and `nbytes` at `address`.
+/* send_message(descriptor, header, address, nbytes, seconds, outcome): write `header` and `nbytes` at `address`.
  *
- * Waits for at most `seconds` at a time for room in the socket. Returns the number of bytes written; an error is left to Python,
- * which finds it, too. */
+ * Waits for room in the socket as `move_frames` does. Appends the number of bytes written to `outcome`, as `receive_message`
+ * does; an error is left to Python, which finds it, too. */
 static PyObject *send_message(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int fd;
@@ -450,19 +454,22 @@ static PyObject *send_message(PyObject *Py_UNUSED(module), PyObject *args)
     Py_ssize_t length, nbytes;
     unsigned long long address;
     double seconds;
-    if (!PyArg_ParseTuple(args, "iy#Knd", &fd, &header, &length, &address, &nbytes, &seconds)) return NULL;
+    PyObject *outcome;
+    if (!PyArg_ParseTuple(args, "iy#KndO!", &fd, &header, &length, &address, &nbytes, &seconds, &PyList_Type, &outcome)) return NULL;
     if (nbytes < 0) return PyErr_Format(PyExc_ValueError, "%zd bytes of data", nbytes);
     char *data = (char *)(uintptr_t)address;
     size_t sent = 0, head = (size_t)length, whole = head + (size_t)nbytes;
+    double until = monotonic() + seconds, end = until + (STRETCHES - 1) * seconds;
     Py_BEGIN_ALLOW_THREADS
-    for (double until = monotonic() + seconds; sent < whole;) {
+    while (sent < whole) {
         size_t left = sent < head ? head - sent : 0, offset = left ? 0 : sent - head;
         struct iovec parts[2] = {{(void *)(uintptr_t)(header + sent), left}, {data + offset, (size_t)nbytes - offset}};
         struct msghdr message = {.msg_iov = left ? parts : parts + 1, .msg_iovlen = left ? 2 : 1};
         ssize_t count = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         double now = monotonic();
         if (count > 0) {
-            sent += (size_t)count, until = now + seconds;
+            sent += (size_t)count;
+            if (now < end) until = now + seconds;
         } else if ((errno != EAGAIN && errno != EINTR) || now >= until) {
             break;
         } else {
@@ -470,7 +477,10 @@ static PyObject *send_message(PyObject *Py_UNUSED(module), PyObject *args)
         }
     }
     Py_END_ALLOW_THREADS
-    return PyLong_FromSize_t(sent);
+    PyObject *written = PyLong_FromSize_t(sent);
+    int failed = !written || PyList_Append(outcome, written);
+    Py_XDECREF(written);
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- the module --------------------------------------------------------------------------------------------------- */

@@ -241,12 +241,13 @@ def complete(submission: Submission, rank: int, given: Sequence[Buffer]) -> None
     op, outputs = submission.op, submission.outputs
     if has_parts(op):  # each rank has got its part alone, but for the own contribution
         given = _parts(op, rank, given)
-    if isinstance(op, (ReduceScatter, ReduceScatterSingle)) and has_parts(op):
-        op = Reduce(op.dtype, op.numel, rank, op.reduction)
+        if isinstance(op, (ReduceScatter, ReduceScatterSingle)):
+            op = Reduce(op.dtype, op.numel, rank, op.reduction)
+        else:
+            if not _completed(op, outputs, given):
+                computing.fill(outputs, _tensor(b"".join(given)))
+            return
     if not outputs or _completed(op, outputs, given):
-        return
-    if has_parts(op):
-        computing.fill(outputs, _tensor(b"".join(given)))
         return
     ops = [op] * len(given)
     if isinstance(op, AllToAll):

@@ -155,15 +155,14 @@ class PointToPoint:
         if torch.is_inference_mode_enabled():  # memory made in the caller's mode could not be written to later
             with torch.inference_mode(False):
                 return self._receive_in_c(endpoint, work, until)
-        with self._lock:
-            endpoint.before_read()
-            receive = None if self._broken else self._queues.next_receive(op.peer, op.key)
-            if receive is not None and receive.work is work:
-                try:
+        try:
+            with self._lock:
+                endpoint.before_read()
+                receive = None if self._broken else self._queues.next_receive(op.peer, op.key)
+                if receive is not None and receive.work is work:
                     self._receive_next(endpoint, op.peer, op, receive, until - time.perf_counter())
-                except Exception as exc:
-                    self._fail(exc)
-        self.settle()
+        finally:
+            self.settle()
 
     def _receive_next(self, endpoint: Endpoint, peer: int, op: Recv, receive: Submission, seconds: float) -> None:
         link = endpoint.inbound(peer)
@@ -171,12 +170,18 @@ class PointToPoint:
             return
         endpoint.note_use()
         header = Header(Kind.TENSOR, op.tag, 0, op.numel, CODES[op.dtype]).pack()
-        data = _core.receive_message(link.fd, header, receive.outputs[0].data_ptr(), op.nbytes, seconds)
-        if data is not None:
-            endpoint.feed(peer, data)
-            return
-        self._queues.claim(peer, op.key)
-        self._landed(link, op.nbytes, receive)
+        outcome: list[bytes | None] = []
+        arguments = link.fd, header, receive.outputs[0].data_ptr(), op.nbytes, seconds, outcome
+        try:
+            _core.receive_message(*arguments)
+        finally:  # also if a signal handler raises
+            if not outcome:
+                self._fail(BackendError("a message that was read in part is lost"))
+            elif outcome[0] is not None:
+                endpoint.feed(peer, outcome[0])
+            else:
+                self._queues.claim(peer, op.key)
+                self._landed(link, op.nbytes, receive)
 
     def settle(self) -> None:
         """Run the steps that need no lock, also those of frames."""
@@ -275,11 +280,15 @@ class PointToPoint:
     @staticmethod
     def _send_from(endpoint: Endpoint, link: MessageLink, packed: bytes, tensor: Tensor) -> None:
         """Send a short message from the memory of ``tensor``."""
-        sent = 0
-        if endpoint.sink(link.peer) is not None and not isinstance(_core, CoreUnavailable):
-            sent = _core.send_message(link.fd, packed, tensor.data_ptr(), tensor.nbytes, ROOM_SECONDS)
-        if sent < len(packed) + tensor.nbytes:
-            endpoint.send(link, packed[sent:], view(tensor)[max(0, sent - len(packed)) :])
+        outcome: list[int] = []
+        arguments = link.fd, packed, tensor.data_ptr(), tensor.nbytes, ROOM_SECONDS, outcome
+        try:
+            if endpoint.sink(link.peer) is not None and not isinstance(_core, CoreUnavailable):
+                _core.send_message(*arguments)
+        finally:  # also if a signal handler raises
+            sent = outcome[0] if outcome else 0
+            if sent < len(packed) + tensor.nbytes:
+                endpoint.send(link, packed[sent:], view(tensor)[max(0, sent - len(packed)) :])
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 

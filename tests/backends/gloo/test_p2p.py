@@ -71,14 +71,13 @@ class Counting:
     def __init__(self) -> None:
         self.received = 0
 
-    def receive_message(self, *arguments: Any) -> bytes | None:
-        data: bytes | None = module_in_c.receive_message(*arguments[:-1], self.seconds)
-        self.received += data is None
-        return data
+    def receive_message(self, *arguments: Any) -> None:
+        *others, _, outcome = arguments
+        module_in_c.receive_message(*others, self.seconds, outcome)
+        self.received += outcome[0] is None
 
-    def send_message(self, *arguments: Any) -> int:
-        sent: int = module_in_c.send_message(*arguments)
-        return sent
+    def send_message(self, *arguments: Any) -> None:
+        module_in_c.send_message(*arguments)
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
@@ -210,11 +209,59 @@ async def test_a_failure_in_c_breaks_the_comm(comm: Comm, monkeypatch: pytest.Mo
     if comm.rank == 1:
         monkeypatch.setattr(p2p, "_core", Failing())
         monkeypatch.setattr(p2p, "SHORT_WAIT_SECONDS", math.inf)
-        with pytest.raises(BackendError, match="a message failed: MemoryError: no room"):
+        with pytest.raises(MemoryError, match="no room"):
             await comm.recv(torch.zeros(5), 0)
+        with pytest.raises(BackendError, match="a message that was read in part is lost"):
+            await comm.barrier()
     else:
         with pytest.raises(BrokenError):
             await comm.recv(torch.zeros(5), 1)
+
+
+@needs_c
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("raised", [OSError, KeyboardInterrupt])
+async def test_a_signal_handler_that_raises_behind_c_loses_nothing(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+) -> None:
+    class Interrupted(Counting):
+        def receive_message(self, *arguments: Any) -> None:
+            super().receive_message(*arguments)
+            raise raised
+
+        def send_message(self, *arguments: Any) -> None:
+            super().send_message(*arguments)
+            raise raised
+
+    other = 1 - comm.rank
+    for _ in range(2):
+        await asyncio.gather(comm.send(torch.zeros(1), other), comm.recv(torch.zeros(1), other))
+    counting(monkeypatch)
+    interrupted = Interrupted()
+    for round, numel in enumerate((3, SHORT // 4, 3)):
+        if comm.rank == 0:
+            await comm.send(torch.full((numel,), float(round)), 1, tag=round)
+            await comm.send(torch.full((numel,), round + 10.0), 1, tag=9)
+        else:
+            later = comm.recv(torch.zeros(numel), 0, tag=9)
+            work = comm.recv(torch.zeros(numel), 0, tag=round)
+            with monkeypatch.context() as patched:
+                patched.setattr(p2p, "_core", interrupted)
+                for each in (later, work) if round == 1 else (work, later):
+                    with contextlib.suppress(raised):
+                        await each
+            assert (await work).eq(round).all()
+            assert (await later).eq(round + 10).all()
+        await comm.barrier()
+    if comm.rank == 0:
+        with monkeypatch.context() as patched, contextlib.suppress(raised):
+            patched.setattr(p2p, "_core", interrupted)
+            patched.setattr(p2p.PointToPoint, "_fail", lambda *_: None)
+            comm.send(torch.full((SHORT // 4,), 5.0), 1)
+        await comm.send(torch.full((3,), 6.0), 1)
+    else:
+        assert (await comm.recv(torch.zeros(SHORT // 4), 0)).eq(5).all()
+        assert (await comm.recv(torch.zeros(3), 0)).eq(6).all()
 
 
 @pytest.mark.ranks(3, backend="gloo")
