@@ -209,10 +209,11 @@ async def test_a_failure_in_c_breaks_the_comm(comm: Comm, monkeypatch: pytest.Mo
     if comm.rank == 1:
         monkeypatch.setattr(p2p, "_core", Failing())
         monkeypatch.setattr(p2p, "SHORT_WAIT_SECONDS", math.inf)
+        work = comm.recv(torch.zeros(5), 0)
         with pytest.raises(MemoryError, match="no room"):
-            await comm.recv(torch.zeros(5), 0)
+            await work
         with pytest.raises(BackendError, match="a message that was read in part is lost"):
-            await comm.barrier()
+            await work
     else:
         with pytest.raises(BrokenError):
             await comm.recv(torch.zeros(5), 1)
@@ -253,10 +254,11 @@ async def test_a_signal_handler_that_raises_behind_c_loses_nothing(
             assert (await work).eq(round).all()
             assert (await later).eq(round + 10).all()
         await comm.barrier()
+    if raised is OSError:  # it breaks the comm of a rank that sends
+        return
     if comm.rank == 0:
-        with monkeypatch.context() as patched, contextlib.suppress(raised):
+        with monkeypatch.context() as patched, pytest.raises(raised):
             patched.setattr(p2p, "_core", interrupted)
-            patched.setattr(p2p.PointToPoint, "_fail", lambda *_: None)
             comm.send(torch.full((SHORT // 4,), 5.0), 1)
         await comm.send(torch.full((3,), 6.0), 1)
     else:
