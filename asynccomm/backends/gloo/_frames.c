@@ -12,7 +12,7 @@
 
 enum { HEADER = 32, KIND_FRAME = 8, FIRST = 16 }; /* of messages.Header: its bytes, Kind.FRAME, the offset of `first` */
 enum { ROOM = 4096 }; /* bytes of the first read, at most */
-enum { STRETCHES = 10 }; /* a wait in which data moves lasts at most this many times as long as one in vain */
+enum { STRETCHES = 10 };
 enum { EQUAL = 48, BEGINNING = 64 }; /* bytes of a frame that are equal on all ranks, and ahead of the contribution: frames.py */
 enum { LATE, ALL, OTHER, CARRIED }; /* as in frame_exchange.py */
 
@@ -37,6 +37,38 @@ typedef struct {
     int64_t longest;
     Source *sources;
 } FrameReader;
+
+/* A wait in which nothing has moved for `seconds` is over, and so is one of STRETCHES times as long. */
+typedef struct {
+    double seconds, until, end;
+} Wait;
+
+static Wait begin_wait(double seconds)
+{
+    double now = monotonic();
+    return (Wait){seconds, now + seconds, now + STRETCHES * seconds};
+}
+
+/* Whether the wait goes on, after a look at the sockets in which data has `moved` or not. */
+static int goes_on(Wait *wait, int moved)
+{
+    double now = monotonic();
+    if (moved && now < wait->end) wait->until = now + wait->seconds;
+    else if (now >= wait->until) return 0;
+    if (!moved) sched_yield(); /* the other rank may need this core */
+    return 1;
+}
+
+/* Write as much of `head` and `data` as the descriptor takes, behind the first `sent` bytes; returns the number of bytes. An error
+ * is left to Python, which finds it, too. */
+static size_t write_parts(int fd, const char *head, size_t length, const char *data, size_t nbytes, size_t sent)
+{
+    size_t left = sent < length ? length - sent : 0, offset = left ? 0 : sent - length;
+    struct iovec parts[2] = {{(void *)(uintptr_t)(head + sent), left}, {(void *)(uintptr_t)(data + offset), nbytes - offset}};
+    struct msghdr message = {.msg_iov = left ? parts : parts + 1, .msg_iovlen = left ? 2 : 1};
+    ssize_t count = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return count > 0 ? (size_t)count : 0;
+}
 
 static int is_whole(const Source *s) { return s->frame && s->got == s->nbytes; }
 
@@ -125,24 +157,18 @@ static int take_descriptors(FrameReader *reader, PyObject *list, int sinks)
     return 0;
 }
 
-/* Write as much of a frame as the sink takes; whether it took any. An error is left to Python, which finds it, too. */
+/* Write as much of a frame as the sink takes; whether it took any. */
 static int write_some(Source *s)
 {
-    size_t at = sizeof s->head + s->given - s->unsent;
-    size_t left = at < sizeof s->head ? sizeof s->head - at : 0, offset = left ? 0 : at - sizeof s->head;
-    struct iovec parts[2] = {{s->head + at, left}, {(void *)(uintptr_t)(s->give + offset), s->given - offset}};
-    struct msghdr message = {.msg_iov = left ? parts : parts + 1, .msg_iovlen = left ? 2 : 1};
-    ssize_t count = sendmsg(s->sink, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (count > 0) s->unsent -= (size_t)count;
+    size_t count = write_parts(s->sink, s->head, sizeof s->head, s->give, s->given, sizeof s->head + s->given - s->unsent);
+    s->unsent -= count;
     return count > 0;
 }
 
-/* Write this rank's frames, as far as they are unsent, and read until all sources have one, but for those without a descriptor.
- *
- * The wait ends when nothing has moved for `seconds`, and after STRETCHES times as long. */
+/* Write this rank's frames, as far as they are unsent, and read until all sources have one, but for those without a descriptor. */
 static int move_frames(FrameReader *reader, double seconds)
 {
-    double until = monotonic() + seconds, end = until + (STRETCHES - 1) * seconds;
+    Wait wait = begin_wait(seconds);
     int result = LATE, begins;
     do {
         begins = 0;
@@ -159,11 +185,7 @@ static int move_frames(FrameReader *reader, double seconds)
                 moved |= found > 0, missing += !is_whole(s);
             }
             if (!missing && result != OTHER) result = ALL;
-            if (result != LATE || begins) break;
-            double now = monotonic();
-            if (moved && now < end) until = now + seconds;
-            else if (now >= until) break;
-            if (!moved) sched_yield(); /* the other rank may need this core */
+            if (result != LATE || begins || !goes_on(&wait, moved)) break;
         }
         Py_END_ALLOW_THREADS
         for (int k = 0; begins && k < reader->count; k++) {
@@ -390,29 +412,22 @@ static PyObject *holds(PyObject *self, void *Py_UNUSED(closure))
  * Returns the number of bytes read. Stops behind a header that differs. */
 static size_t read_message(int fd, const char *header, char *room, size_t first, char *data, size_t nbytes, double seconds)
 {
-    double until = monotonic() + seconds, end = until + (STRETCHES - 1) * seconds;
+    Wait wait = begin_wait(seconds);
     size_t got = 0, whole = HEADER + nbytes;
-    while (got < whole) {
+    for (;;) {
         char *to = got < first ? room + got : data + (got - HEADER);
         ssize_t count = recv(fd, to, (got < first ? first : whole) - got, MSG_DONTWAIT);
-        double now = monotonic();
-        if (count > 0) {
-            got += (size_t)count;
-            if (got >= HEADER && memcmp(room, header, HEADER)) break;
-            if (now < end) until = now + seconds;
-        } else if (!count || (errno != EAGAIN && errno != EINTR) || now >= until) {
-            break;
-        } else {
-            sched_yield(); /* the other rank may need this core */
-        }
+        if (!count || (count < 0 && errno != EAGAIN && errno != EINTR)) return got;
+        if (count > 0) got += (size_t)count;
+        if (got == whole || (got >= HEADER && memcmp(room, header, HEADER))) return got;
+        if (!goes_on(&wait, count > 0) && count < 0) return got; /* else the rest may be there */
     }
-    return got;
 }
 
 /* receive_message(descriptor, header, address, nbytes, seconds, outcome): a message with this header and `nbytes` of data.
  *
- * Waits as `move_frames` does. Appends to the list `outcome`, because a signal handler may raise behind this call: None if all of
- * the message has come, with its data at `address`; otherwise the bytes that have come. */
+ * Appends to the list `outcome`, because a signal handler may raise behind this call: None if all of the message has come, with
+ * its data at `address`; otherwise the bytes that have come. */
 static PyObject *receive_message(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int fd;
@@ -445,8 +460,7 @@ static PyObject *receive_message(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* send_message(descriptor, header, address, nbytes, seconds, outcome): write `header` and `nbytes` at `address`.
  *
- * Waits for room in the socket as `move_frames` does. Appends the number of bytes written to `outcome`, as `receive_message`
- * does; an error is left to Python, which finds it, too. */
+ * Waits for room in the socket. Appends the number of bytes written to `outcome`, as `receive_message` does. */
 static PyObject *send_message(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int fd;
@@ -457,25 +471,14 @@ static PyObject *send_message(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *outcome;
     if (!PyArg_ParseTuple(args, "iy#KndO!", &fd, &header, &length, &address, &nbytes, &seconds, &PyList_Type, &outcome)) return NULL;
     if (nbytes < 0) return PyErr_Format(PyExc_ValueError, "%zd bytes of data", nbytes);
-    char *data = (char *)(uintptr_t)address;
-    size_t sent = 0, head = (size_t)length, whole = head + (size_t)nbytes;
-    double until = monotonic() + seconds, end = until + (STRETCHES - 1) * seconds;
+    const char *data = (const char *)(uintptr_t)address;
+    size_t sent = 0, count, whole = (size_t)length + (size_t)nbytes;
+    Wait wait = begin_wait(seconds);
     Py_BEGIN_ALLOW_THREADS
-    while (sent < whole) {
-        size_t left = sent < head ? head - sent : 0, offset = left ? 0 : sent - head;
-        struct iovec parts[2] = {{(void *)(uintptr_t)(header + sent), left}, {data + offset, (size_t)nbytes - offset}};
-        struct msghdr message = {.msg_iov = left ? parts : parts + 1, .msg_iovlen = left ? 2 : 1};
-        ssize_t count = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-        double now = monotonic();
-        if (count > 0) {
-            sent += (size_t)count;
-            if (now < end) until = now + seconds;
-        } else if ((errno != EAGAIN && errno != EINTR) || now >= until) {
-            break;
-        } else {
-            sched_yield(); /* the other rank may need this core */
-        }
-    }
+    do {
+        count = write_parts(fd, header, (size_t)length, data, (size_t)nbytes, sent);
+        sent += count;
+    } while (sent < whole && (goes_on(&wait, count > 0) || count)); /* else there may be room for the rest */
     Py_END_ALLOW_THREADS
     PyObject *written = PyLong_FromSize_t(sent);
     int failed = !written || PyList_Append(outcome, written);
@@ -494,7 +497,9 @@ static PyType_Slot slots[] = {
     {0, NULL}};
 static PyType_Spec spec = {"_frames.FrameReader", sizeof(FrameReader), 0, Py_TPFLAGS_DEFAULT, slots};
 
-static PyMethodDef functions[] = {{"receive_message", receive_message, METH_VARARGS, NULL}, {"send_message", send_message, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef functions[] = {
+    {"receive_message", receive_message, METH_VARARGS, NULL}, {"send_message", send_message, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_frames", "Frames and messages, to and from their sockets.", -1, functions, NULL, NULL, NULL, NULL};
 

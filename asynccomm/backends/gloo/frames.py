@@ -241,12 +241,11 @@ def complete(submission: Submission, rank: int, given: Sequence[Buffer]) -> None
     op, outputs = submission.op, submission.outputs
     if has_parts(op):  # each rank has got its part alone, but for the own contribution
         given = _parts(op, rank, given)
-        if isinstance(op, (ReduceScatter, ReduceScatterSingle)):
-            op = Reduce(op.dtype, op.numel, rank, op.reduction)
-        else:
+        if not isinstance(op, (ReduceScatter, ReduceScatterSingle)):
             if not _completed(op, outputs, given):
                 computing.fill(outputs, _tensor(b"".join(given)))
             return
+        op = Reduce(op.dtype, op.numel, rank, op.reduction)
     if not outputs or _completed(op, outputs, given):
         return
     ops = [op] * len(given)
