@@ -24,6 +24,8 @@ QUOTED = re.compile(r"```.*?```|``.*?``|`[^`\n]*`|\"[^\"\n]*\"", re.DOTALL)
 def prose_of(path: Path) -> Iterator[str]:
     """The texts of a file, without quotations and code."""
     text = path.read_text()
+    if WORDS.search(text) is None:  # most files; they need no parsing
+        return
     if path.suffix == ".md":
         yield text
         return

@@ -106,7 +106,7 @@ def test_an_interrupted_transfer_reads_no_more_than_the_ring_holds() -> None:
     """However fast its sender is."""
     if not (World.native(0) and World.native(1)):
         pytest.skip("Python moves them")
-    world, nbytes = World(2, 4096), 1_000_000
+    world, nbytes = World(2, 4096), 200_000
     output = torch.zeros(nbytes, dtype=torch.uint8)
     world.recv(1, 0, output)
     world.send(0, 1, torch.ones(nbytes, dtype=torch.uint8))
