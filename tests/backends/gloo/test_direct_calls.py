@@ -136,6 +136,7 @@ async def test_outputs_that_share_memory_take_the_ordinary_path(comm: Comm, monk
 @pytest.mark.ranks(2, backend="gloo")
 async def test_the_other_rank_in_time_ends_it_in_the_call(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynccomm.backends.gloo.collectives.SPIN_SECONDS", 20.0)
+    monkeypatch.setattr("asynccomm.backends.gloo.collectives.SHORT_WAIT_SECONDS", 20.0)  # also after a long wait
     over = []
     for _ in range(REPEATED):
         work = comm.all_reduce(torch.ones(2))
