@@ -30,6 +30,7 @@ BY_OPERATION = {
     "backends.gloo.frames",
     "backends.gloo.hazard_tracker",
     "backends.gloo.lowering",
+    "backends.gloo.outbox",
     "backends.gloo.p2p",
     "backends.gloo.packing",
     "backends.gloo.windows",

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from asynccomm.backends.gloo.messages import HEADER_BYTES, Header
 
-CHUNK: Final = (
-    1 << 20
-)  # bytes of one ``read`` or ``write``: another thread waits meanwhile, and shorter parts take longer
+CHUNK: Final = 1 << 20  # bytes of one ``read`` or ``write``: other threads wait meanwhile, shorter parts take longer
 ROOM: Final = 68 << 10  # bytes of the buffer for headers and short data
 BULK: Final = 1 << 20  # bytes left of one buffer: more take so long that they would hold up an event loop
 VECTORS: Final = 64  # buffers of one system call

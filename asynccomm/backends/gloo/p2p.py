@@ -20,9 +20,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -33,19 +33,18 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.endpoint import Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.frames import LONGEST
-from asynccomm.backends.gloo.links import JOINED, Buffer, MessageLink, copied, fill, view
+from asynccomm.backends.gloo.links import Buffer, MessageLink, fill, view
 from asynccomm.backends.gloo.messages import (
     HEADER_BYTES,
-    OFFERED,
     REPORT,
     SHORT,
-    WINDOW,
     Header,
     Kind,
     check,
     describe,
     impossible,
 )
+from asynccomm.backends.gloo.outbox import Outbox
 from asynccomm.backends.gloo.staging import room, unpack
 from asynccomm.backends.matching import MatchQueues
 from asynccomm.backends.regions import bytes_of
@@ -59,7 +58,6 @@ from asynccomm.ops.dtypes import BY_CODE, CODES
 
 SPIN_SECONDS: Final = 2e-4  # for a late peer before a task suspends: some wake-ups
 SPIN_BYTES: Final = 1 << 20  # a larger message takes longer than a wake-up anyway
-ROOM_SECONDS: Final = 5e-5  # to wait in a call of send for room in the socket: a rank that receives makes some
 SCRATCH: Final = 1 << 20  # bytes received at a time where a payload is discarded
 
 _core: Final[Any] = load("asynccomm.backends.gloo._frames")
@@ -106,11 +104,9 @@ class PointToPoint:
         self._finished: deque[Callable[[], object]] = deque()  # run without the lock
         self._broken = False
         self._gone: dict[int, str] = {}  # ranks without a connection any more, with the reason
-        self._numbers = 0
-        self._offers: dict[int, tuple[Submission, bytes, Sequence[Tensor]]] = {}  # of this rank, by number
+        self._outbox: Outbox | None = None if endpoint is None else Outbox(endpoint, self._sent)
         self._cleared: dict[tuple[int, int], tuple[_Incoming, Submission]] = {}  # by source and number
         self._unreported: dict[MessageLink, int] = {}  # bytes taken by operations, of inbound links
-        self._window: dict[MessageLink, int] = {}  # bytes that may still be sent, of outbound links
         self._waited = 0.0  # seconds from the call to the end of the last message up to SPIN_BYTES
 
     # -- from the comm -------------------------------------------------------------------------------------------------
@@ -210,7 +206,8 @@ class PointToPoint:
         with self._lock:
             self._broken = True
             self._queues.clear()
-            self._offers.clear()
+            if self._outbox is not None:
+                self._outbox.clear()
             self._cleared.clear()
             self._finished.clear()
 
@@ -251,44 +248,9 @@ class PointToPoint:
         if link is None:
             self._lose(peer, submission)
             return
-        head = b""
-        if isinstance(op, Send):
-            tensors: Sequence[Tensor] = submission.inputs
-            nbytes = op.nbytes
-            header = Header(Kind.TENSOR, op.tag, 0, op.numel, CODES[op.dtype])
-        else:
-            parcel = submission.parcels[0]
-            head, tensors = parcel
-            payload = parcel.nbytes
-            nbytes = len(head) + payload
-            header = Header(Kind.PARCEL, op.key, 0, len(head), payload)
-        window = self._window.get(link, WINDOW) - HEADER_BYTES - nbytes
-        plain = [arithmetic.resolved(tensor) for tensor in tensors if tensor.numel()]
-        if nbytes <= SHORT and window >= 0:
-            self._window[link] = window
-            packed = header.pack() + head
-            if nbytes > JOINED and len(plain) == 1:
-                self._send_from(endpoint, link, packed, plain[0])
-            else:
-                endpoint.send(link, b"".join([packed, *[copied(each, each.nbytes) for each in plain]]))
+        assert self._outbox is not None
+        if self._outbox.send(link, submission):
             self._finished.append(submission.work.settle)
-        else:
-            self._numbers += 1
-            self._offers[self._numbers] = submission, head, plain
-            endpoint.send(link, header._replace(kind=header.kind + OFFERED, number=self._numbers).pack())
-
-    @staticmethod
-    def _send_from(endpoint: Endpoint, link: MessageLink, packed: bytes, tensor: Tensor) -> None:
-        """Send a short message from the memory of ``tensor``."""
-        outcome: list[int] = []
-        arguments = link.fd, packed, tensor.data_ptr(), tensor.nbytes, ROOM_SECONDS, outcome
-        try:
-            if endpoint.sink(link.peer) is not None and not isinstance(_core, CoreUnavailable):
-                _core.send_message(*arguments)
-        finally:  # also if a signal handler raises
-            sent = outcome[0] if outcome else 0
-            if sent < len(packed) + tensor.nbytes:
-                endpoint.send(link, packed[sent:], view(tensor)[max(0, sent - len(packed)) :])
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
@@ -310,12 +272,8 @@ class PointToPoint:
 
     def _arrived(self, link: MessageLink, header: Header) -> None:
         if link.outbound:
-            if header.kind == Kind.CLEAR and header.number in self._offers:
-                self._send_data(link, header.number)
-            elif header.kind == Kind.TAKEN and 0 < header.first <= WINDOW - self._window.get(link, WINDOW):
-                self._window[link] += header.first
-            else:
-                raise impossible(link.peer, header)
+            assert self._outbox is not None
+            self._outbox.answered(link, header)
         elif header.kind == Kind.FRAME:
             if not 0 < header.first <= LONGEST:
                 raise impossible(link.peer, header)
@@ -452,17 +410,8 @@ class PointToPoint:
         scratch = memoryview(bytearray(min(length, SCRATCH)))
         link.receive([scratch], lambda: self._discard(link, length - len(scratch), then))
 
-    def _send_data(self, link: MessageLink, number: int) -> None:
-        """Send the data of an offered message."""
-        submission, head, tensors = self._offers.pop(number)
-        held = [*tensors]
-
-        def done() -> None:
-            held.clear()  # kept until the socket has taken them
-            self._finished.append(partial(self._settle, submission))
-
-        link.put(Header(Kind.DATA, number=number).pack(), head, *[view(tensor) for tensor in tensors], done=done)
-        self._flush(link)
+    def _sent(self, submission: Submission) -> None:
+        self._finished.append(partial(self._settle, submission))
 
     def _flush(self, link: MessageLink) -> None:
         assert self._endpoint is not None
@@ -481,7 +430,7 @@ class PointToPoint:
             return
         self._gone[peer] = reason
         self._frames.gone(peer, reason)
-        offers = [number for number, (sent, *_) in self._offers.items() if cast(PeerOp, sent.op).peer == peer]
+        offers = self._outbox is not None and self._outbox.offers(peer)
         halfway = [key for key in self._cleared if key[0] == peer]
         receives = self._queues.withdraw(peer)
         if offers or halfway or receives:
