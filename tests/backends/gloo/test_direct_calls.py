@@ -100,9 +100,9 @@ async def test_all_kinds_of_collectives_that_frames_carry(comm: Comm, monkeypatc
         for root in range(size):
             await round_of(root)
     calls = (comm.statistics().submitted - before) // rounds
-    ordinary = Counter(work.seq % calls for work in submitted)
+    ordinary = Counter(work.seq % calls for work in submitted)  # by the place in all the calls of a round
     assert all(n < rounds for n in ordinary.values()), "a frame that arrives in part is left to the ordinary path"
-    assert len(submitted) < rounds * calls / 2, "which is rare"
+    assert len(submitted) < rounds * calls / 4, "which is rare"
 
 
 @pytest.mark.ranks(2, backend="gloo")

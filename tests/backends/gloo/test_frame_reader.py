@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import struct
+import sys
 import termios
 import threading
 from collections.abc import Iterator
@@ -101,7 +102,7 @@ def written(peers: Peers, head: bytes, memory: torch.Tensor, seconds: float) -> 
 
 def unread(fd: int) -> int:
     """Bytes that have come and were not read."""
-    return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]  # type: ignore[no-any-return]
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 @pytest.mark.parametrize("nbytes", SHORT_AND_LONG)

@@ -12,15 +12,18 @@ from torch import Tensor
 
 from asynccomm import BackendError
 from asynccomm.backends.base import Submission
+from asynccomm.backends.gloo import outbox
 from asynccomm.backends.gloo.links import JOINED, MessageLink
 from asynccomm.backends.gloo.messages import HEADER_BYTES, OFFERED, SHORT, WINDOW, Header, Kind
 from asynccomm.backends.gloo.outbox import Outbox
 from asynccomm.backends.regions import bytes_of
+from asynccomm.core.native import CoreUnavailable
 from asynccomm.ops import Call, MessageSpace, Parcel, Send, SendParcel
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.validation import CommInfo
 
 GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
+WORK: Any = None
 LARGE = SHORT // 4 + 1  # elements of float32 that are offered
 
 
@@ -35,9 +38,10 @@ class Sender:
         self.there.settimeout(20)
         self.link = MessageLink(mine, 1, outbound=True, arrived=lambda *_: None)
         self.sent: list[Submission] = []
-        self.outbox = Outbox(self, self.sent.append)  # type: ignore[arg-type]
+        endpoint: Any = self
+        self.outbox = Outbox(endpoint, self.sent.append)
 
-    # -- in place of an endpoint --
+    # -- as an endpoint --
 
     def send(self, link: MessageLink, *parts: bytes) -> None:
         link.send(*parts)
@@ -54,7 +58,7 @@ class Sender:
         return self.start(Send.of(GROUP, tensor, 1, tag))
 
     def start(self, call: Any) -> tuple[Submission, bool]:
-        submission = Submission(call, None)  # type: ignore[arg-type]
+        submission = Submission(call, WORK)
         return submission, self.outbox.send(self.link, submission)
 
     def header(self) -> Header:
@@ -104,6 +108,15 @@ def test_a_short_message_leaves_in_the_call(sender: Sender, number: int) -> None
     assert sender.take(tensor.nbytes) == bytes_in(tensor)
     assert sender.nothing_more()
     assert sender.sent == []
+
+
+def test_without_c_messages_are_the_same(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "_core", CoreUnavailable("no compiler"))
+    for tensor in tensors():
+        assert sender.tensor(tensor)[1]
+        assert sender.header().first == tensor.numel()
+        assert sender.take(tensor.nbytes) == bytes_in(tensor)
+    assert sender.nothing_more()
 
 
 def test_memory_is_free_when_a_short_message_has_left(sender: Sender) -> None:
