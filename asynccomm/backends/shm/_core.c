@@ -136,6 +136,7 @@ static int parse_ref(const Segment *s, Program *p, PyObject *t, const Action *ac
     ref->lent_stride = core_number_at(t, 5, 0, INT64_MAX / 4, "lent_stride");
     if (PyErr_Occurred()) return -1;
     if (ref->lent >= 0) {
+        if (action->reduction >= 0 || ref->space != IN_SLOT) p->copies = 0;
         if ((ref->space != IN_SLOT && ref->space != IN_RESULT) || ref->lent_stride != action->stride) {
             PyErr_SetString(PyExc_ValueError, "a tensor is lent for a slot or a result, at the stride of the action");
             return -1;
@@ -233,7 +234,7 @@ static int parse_announced(const Segment *s, Program *p, PyObject *t)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* program(steps, stages, lending, announced), where `lending` is (slot, result) or None */
+/* program(steps, stages, lending, announced), where `lending` is (slot, result, single_copy) or None */
 static PyObject *Segment_program(PyObject *self, PyObject *args)
 {
     long long steps;
@@ -249,14 +250,19 @@ static PyObject *Segment_program(PyObject *self, PyObject *args)
     p->stages = core_zeroed(count, sizeof(Stage)), p->reach = core_zeroed(((Segment *)self)->size, sizeof *p->reach);
     int failed = !p->stages || !p->reach;
     p->stage_count = failed ? 0 : (int)count;
+    p->may_lend = lending != Py_None, p->copies = 1;
     for (int k = 0; k < p->stage_count && !failed; k++) {
         PyObject *item = PySequence_GetItem(stages, k);
         failed = !item || parse_stage((Segment *)self, p, item, &p->stages[k]);
         Py_XDECREF(item);
     }
-    p->may_lend = lending != Py_None;
     for (int side = 0; side < 2 && p->may_lend && !failed; side++)
         p->lending[side] = (int)core_number_at(lending, side, -1, p->vector_count - 1, "lending"), failed = PyErr_Occurred() != NULL;
+    if (p->may_lend && !failed) p->single_copy = (int)core_number_at(lending, 2, 0, 1, "single_copy"), failed = PyErr_Occurred() != NULL;
+    if (p->single_copy && !p->copies && !failed) {
+        PyErr_SetString(PyExc_ValueError, "single copy is for copies from slots");
+        failed = 1;
+    }
     if (!failed && announced != Py_None) failed = parse_announced((Segment *)self, p, announced);
     if (!failed) return (PyObject *)p;
     Py_DECREF(p);
@@ -281,8 +287,9 @@ static inline char *place(const Run *run, const Ref *ref, uint32_t i)
     }
 }
 
-/* Copy n bytes between one piece of memory and a vector in several pieces, from its byte `start` on. */
-static void copy_pieces(const Vector *vector, int64_t start, char *memory, int64_t n, int into_vector)
+/* Copy n bytes between one piece of memory and a vector in several pieces, from its byte `start` on. The memory is this
+ * process's, or for reading that of the rank `owner`: MOVED, STUCK or WRONG, as core_read. */
+static int copy_pieces(Run *run, const Vector *vector, int64_t start, char *memory, int64_t n, int into_vector, int owner)
 {
     int low = 0, high = vector->count;
     while (high - low > 1) {
@@ -295,25 +302,32 @@ static void copy_pieces(const Vector *vector, int64_t start, char *memory, int64
         int64_t end = k + 1 < vector->count ? vector->pieces[k + 1].start : vector->nbytes;
         int64_t here = end - start < n ? end - start : n;
         char *at = piece->address + (start - piece->start);
-        if (into_vector) core_copy(at, memory, (size_t)here);
+        int moved = MOVED;
+        if (owner >= 0) moved = core_read(run, owner, at, memory, (size_t)here);
+        else if (into_vector) core_copy(at, memory, (size_t)here);
         else core_copy(memory, at, (size_t)here);
+        if (moved != MOVED) return moved;
         start += here, memory += here, n -= here;
     }
+    return MOVED;
 }
 
-static void act(const Run *run, const Action *action, uint32_t i)
+/* Take an action: MOVED, or STUCK or WRONG, as core_read. */
+static int act(Run *run, const Action *action, uint32_t i)
 {
-    if (i && action->stride > action->total / (int64_t)i) return; /* nothing is left; i may come from another rank */
+    if (i && action->stride > action->total / (int64_t)i) return MOVED; /* nothing is left; i may come from another rank */
     int64_t n = action->total - (int64_t)i * action->stride;
     if (n > action->most) n = action->most;
-    if (n <= 0) return;
+    if (n <= 0) return MOVED;
     if (action->reduction >= 0) {
         const Reduction *r = &run->reductions[action->reduction];
         for (int k = 0; k < action->count; k++) run->sources[k] = place(run, &action->sources[k], i);
         r->kernel(place(run, &action->to, i), run->sources, action->count, (size_t)(n / r->item), r->divisor);
-        return;
+        return MOVED;
     }
     const Ref *to = &action->to, *from = &action->sources[0];
+    if (run->program->sends && run->lends && to->space == IN_SLOT) return MOVED; /* its readers look elsewhere */
+    int owner = from->lent >= 0 && run->places && run->in_process[from->index] ? from->index : -1;
     const Vector *target = to->space == IN_VECTOR ? &run->vectors[to->index] : NULL;
     const Vector *source = from->space == IN_VECTOR ? &run->vectors[from->index] : NULL;
     if (target && target->pieces && source && source->pieces) { /* both in pieces: by the pieces of the source */
@@ -323,19 +337,21 @@ static void act(const Run *run, const Action *action, uint32_t i)
             if (end <= start) continue;
             int64_t here = end - start < n ? end - start : n;
             char *memory = source->pieces[k].address + (start - source->pieces[k].start);
-            copy_pieces(target, at, memory, here, 1);
+            copy_pieces(run, target, at, memory, here, 1, -1);
             start += here, at += here, n -= here;
         }
     } else if (target && target->pieces) {
-        copy_pieces(target, to->offset + (int64_t)i * to->stride, place(run, from, i), n, 1);
+        return copy_pieces(run, target, to->offset + (int64_t)i * to->stride, place(run, from, i), n, 1, owner);
     } else if (source && source->pieces) {
-        copy_pieces(source, from->offset + (int64_t)i * from->stride, place(run, to, i), n, 0);
+        copy_pieces(run, source, from->offset + (int64_t)i * from->stride, place(run, to, i), n, 0, -1);
     } else {
         char *there = place(run, to, i), *here = place(run, from, i);
-        if (there == here) return; /* in place */
+        if (owner >= 0) return core_read(run, owner, there, here, (size_t)n);
+        if (there == here) return MOVED; /* in place */
         if (target && action->total >= STREAM_BYTES) core_copy_past_caches(there, here, (size_t)n);
         else core_copy(there, here, (size_t)n);
     }
+    return MOVED;
 }
 
 /* Compare the sizes that the ranks have announced, and find the number of steps: MOVED or WRONG. */
@@ -353,6 +369,7 @@ static int agree(Run *run, const Stage *stage)
             return WRONG;
         }
         if (steps > most) most = steps;
+        core_borrow_part(run, rank, header[ADDRESS]);
     }
     run->steps = (uint32_t)most;
     s->position->step += most - p->steps;
@@ -424,6 +441,7 @@ static void raise_flag(Run *run, const Stage *stage, uint32_t i)
             atomic_store_explicit(header + HEAD, 0, memory_order_relaxed);
             atomic_store_explicit(header + BODY, part == s->rank ? 0 : (uint64_t)run->program->sends[part], memory_order_relaxed);
             atomic_store_explicit(header + STEPS, run->program->steps, memory_order_relaxed);
+            atomic_store_explicit(header + ADDRESS, run->lends ? (uint64_t)(uintptr_t)run->vectors[part].address : 0, memory_order_relaxed);
         }
         released(record + SEQ, step + 1);
         break;
@@ -446,8 +464,10 @@ int core_pass(Run *run)
         if (i < limit) {
             int is_ready = ready(run, stage, i);
             if (is_ready == WRONG || is_ready == ASKED) return is_ready;
-            if (is_ready) {
-                for (int a = 0; a < stage->action_count; a++) act(run, &stage->actions[a], i);
+            int acted = is_ready ? MOVED : STUCK;
+            for (int a = 0; a < stage->action_count && acted == MOVED; a++) acted = act(run, &stage->actions[a], i);
+            if (acted == WRONG) return WRONG;
+            if (acted == MOVED) {
                 raise_flag(run, stage, i);
                 run->done[k] = ++i;
                 moved = MOVED;
@@ -545,7 +565,7 @@ static void Run_dealloc(PyObject *self)
     Run *run = (Run *)self;
     if (run->vectors)
         for (int k = 0; k < run->program->vector_count; k++) free(run->vectors[k].pieces);
-    free(run->vectors), free(run->reductions), free(run->done), free(run->sources), free(run->places), free(run->known);
+    free(run->vectors), free(run->reductions), free(run->done), free(run->sources), free(run->places), free(run->known), free(run->in_process);
     Py_XDECREF((PyObject *)run->segment), Py_XDECREF((PyObject *)run->program), Py_XDECREF(run->mismatch), Py_XDECREF(run->owners);
     core_free(self);
 }
@@ -617,7 +637,8 @@ Run *core_new_run(Segment *segment, Program *p, PyObject *reductions, PyObject *
     run->sources = core_zeroed(p->most_sources, sizeof(void *));
     int failed = !run->done || !run->vectors || !run->reductions || !run->sources;
     if (p->may_lend && !failed)
-        failed = !(run->places = core_zeroed(segment->size, sizeof *run->places)) || !(run->known = core_zeroed(segment->size, 1));
+        failed = !(run->places = core_zeroed(segment->size, sizeof *run->places)) || !(run->known = core_zeroed(segment->size, 1))
+                 || !(run->in_process = core_zeroed(segment->size, 1));
     for (int k = 0; k < p->kernel_count && !failed; k++) {
         PyObject *item = PySequence_GetItem(reductions, k);
         failed = !item || parse_reduction(item, &run->reductions[k]);
@@ -662,7 +683,7 @@ static void Segment_dealloc(PyObject *self)
     Segment *s = (Segment *)self;
     for (int rank = 0; s->links && rank < s->size; rank++) Py_XDECREF((PyObject *)s->links[rank]);
     for (int rank = 0; s->borrowed && rank < s->size; rank++) free(s->borrowed[rank].extents);
-    free(s->links), free(s->bells), free(s->borrowed);
+    free(s->links), free(s->bells), free(s->borrowed), free(s->processes);
     Py_XDECREF(s->peers), Py_XDECREF((PyObject *)s->position);
     PyBuffer_Release(&s->memory);
     core_free(self);
@@ -825,6 +846,7 @@ static PyMethodDef segment_methods[] = {
     {"link", Segment_link, METH_O, "The LinkState of a peer."},
     {"follow", Segment_follow, METH_O, "Extend collectives of unknown length in a RankPosition."},
     {"map_by", core_map_by, METH_O, "Have a PeerMemory map the tensors of other ranks."},
+    {"single_copy", core_single_copy, METH_O, "Take part in single copy."},
     {"interrupt", Segment_interrupt, METH_NOARGS, "Make `drive` return soon. From any thread."},
     {"resume", Segment_resume, METH_NOARGS, "End an interruption."},
     {NULL, NULL, 0, NULL},

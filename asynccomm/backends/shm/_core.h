@@ -29,10 +29,12 @@ static inline int64_t nanoseconds(void)
 
 typedef _Atomic uint64_t Word;
 
-/* A place in an arena: an extent, and an offset in it. No bytes: there is no place. */
+/* A place in an arena: an extent, and an offset in it; or for IN_PROCESS an address. No bytes: there is no place. */
 typedef struct {
     int64_t start, nbytes, offset;
 } Lent;
+
+#define IN_PROCESS INT64_MAX /* in place of the start of an extent */
 
 /* The extents of a rank that are mapped here. */
 typedef struct {
@@ -43,6 +45,11 @@ typedef struct {
     int count;
     Mapped *extents;
 } Borrowed;
+
+/* A rank's process, for single copy. */
+typedef struct {
+    int pid, liveness; /* liveness: a descriptor that is readable once the rank is lost; -1 for this rank */
+} Process;
 
 typedef struct {
     PyObject_HEAD
@@ -63,12 +70,15 @@ typedef struct {
     PyObject *peers;          /* a PeerMemory, or NULL */
     struct RankPosition *position; /* of the comm, or NULL */
     Borrowed *borrowed;       /* by rank */
+    Process *processes;       /* by rank, or NULL */
+    uint64_t secret, single_copy; /* single_copy: 0 until all ranks have said whether they can read the others */
 } Segment;
 
 /* words of a rank's block and of a record, as in layout.py */
-enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, WITHDRAWN = 50, BLOCK_WORDS = 64 };
+enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, WITHDRAWN = 50 };
+enum { PROCESS = 51, SECRET = 52, SECRET_AT = 53, READS = 54, BLOCK_WORDS = 64 };
 enum { SEQ = 0, CODE = 1, NUMEL = 2, HISTORY = 3, INLINE = 4, RECORD_WORDS = 16 };
-enum { HEAD = 0, BODY = 1, STEPS = 2, HEADER_WORDS = 4 };
+enum { HEAD = 0, BODY = 1, STEPS = 2, ADDRESS = 3, HEADER_WORDS = 4 }; /* ADDRESS: of data that are lent, or 0 */
 
 static inline Word *block_of(const Segment *s, int rank) { return s->blocks + rank * BLOCK_WORDS; }
 static inline Word *record_of(const Segment *s, int rank, uint64_t step)
@@ -126,6 +136,7 @@ typedef struct {
     int64_t bytes_per_step;
     Stage *stages;
     int may_lend, lending[2]; /* lending: the vectors that stand in for slots, and for results; -1: none */
+    int single_copy, copies;  /* whether a vector in any memory is lent; whether all tensors that are lent are only copied */
     int64_t (*reach)[2];      /* by rank: bytes of such a tensor of that rank that are used */
     int64_t *sends, *receives, room; /* programs.Announced; sends: NULL without */
 } Program;
@@ -166,6 +177,7 @@ typedef struct {
     /* of a program that may lend; `places` is NULL otherwise */
     char *(*places)[2]; /* by rank: tensors in place of slots and of results, or NULL */
     char *known;        /* by rank: whether the tensors that it lends are known */
+    char *in_process;   /* by rank: whether its tensor is in the memory of its process, and is read by core_read */
     Lent lent[2];
     int lends, borrows; /* whether this rank lends; whether another one does */
     int asked;          /* the rank whose tensors are to be mapped */
@@ -183,6 +195,7 @@ static inline void core_begin(Run *run, uint64_t first, uint64_t code, uint64_t 
 enum { STUCK, MOVED, DONE, WRONG, ASKED, LATE };
 
 /* in place of `wrong_step`: board.Fault */
+#define UNREADABLE (UINT64_MAX - 2)
 #define IMPOSSIBLE (UINT64_MAX - 1)
 #define HAS_WITHDRAWN UINT64_MAX
 #define OTHER_SIZES ((uint64_t)1 << 62) /* more than the first step of the collective */
@@ -212,6 +225,9 @@ void core_lend(Run *run);
 /* Find the tensors that a rank lends, which has posted the first step: MOVED, WRONG or ASKED. */
 int core_borrow(Run *run, int rank);
 
+/* The same for the part of a rank's data that is for this rank, of which the address is known. */
+void core_borrow_part(Run *run, int rank, uint64_t address);
+
 /* Have Python map the tensors of `asked`; -1 with an exception. */
 int core_map(Run *run);
 
@@ -220,6 +236,16 @@ int core_withdrawn(Run *run);
 
 PyObject *core_map_by(PyObject *segment, PyObject *peers);
 int core_add_lending(PyObject *module);
+
+/* ---- tensors in the memory of another process: _single_copy.c ------------------------------------------------------ */
+
+/* Whether each rank can read the memory of the others, as far as this is known. */
+int core_reads_all(Segment *s);
+
+/* Copy memory of a rank's process: MOVED; STUCK: the rank is lost; or WRONG. */
+int core_read(Run *run, int rank, char *to, const char *from, size_t n);
+
+PyObject *core_single_copy(PyObject *segment, PyObject *liveness);
 
 /* ---- passes -------------------------------------------------------------------------------------------------------- */
 

@@ -54,7 +54,7 @@ class Segment:
         self,
         steps: int,
         stages: Sequence[Any],
-        lending: tuple[int, int] | None,
+        lending: tuple[int, int, bool] | None,
         announced: tuple[Sequence[int], Sequence[int], int] | None,
         /,
     ) -> Program:
@@ -103,6 +103,13 @@ class Segment:
 
     def map_by(self, peers: PeerMemory, /) -> None:
         """Have ``peers`` map the tensors that other ranks lend."""
+
+    def single_copy(self, liveness: Sequence[int], /) -> None:
+        """Take part in single copy, once all ranks can read each other's memory.
+
+        Args:
+            liveness: by rank, a descriptor that is readable once the rank is lost; -1 for this rank.
+        """
 
     def link(self, rank: int, /) -> LinkState:
         """The counters of the rings to and from a peer."""

@@ -79,13 +79,21 @@ void core_lend(Run *run)
     if (!run->places) return;
     memset(run->places, 0, (size_t)run->segment->size * sizeof *run->places);
     memset(run->known, 0, (size_t)run->segment->size);
+    memset(run->in_process, 0, (size_t)run->segment->size);
     memset(run->lent, 0, sizeof run->lent);
     run->lends = run->borrows = 0;
+    int single_copy = p->single_copy && core_reads_all(run->segment);
+    if (p->sends) {
+        run->lends = single_copy; /* all of its data, which are in one piece each */
+        return;
+    }
     for (int side = 0; side < 2; side++) {
         const Vector *vector = p->lending[side] < 0 ? NULL : &run->vectors[p->lending[side]];
-        const Extent *extent = vector && !vector->pieces ? extent_of(vector->address) : NULL;
-        if (!extent) continue;
-        run->lent[side] = (Lent){extent->start, extent->nbytes, vector->address - extent->address};
+        if (!vector || vector->pieces) continue;
+        const Extent *extent = extent_of(vector->address);
+        if (extent) run->lent[side] = (Lent){extent->start, extent->nbytes, vector->address - extent->address};
+        else if (single_copy) run->lent[side] = (Lent){IN_PROCESS, 1, (int64_t)(intptr_t)vector->address};
+        else continue;
         run->places[rank][side] = vector->address, run->lends = 1;
     }
 }
@@ -113,6 +121,11 @@ int core_borrow(Run *run, int rank)
     for (int side = 0; side < 2; side++) {
         Lent lent = published(record, side);
         if (!lent.nbytes) continue;
+        if (lent.start == IN_PROCESS && run->program->copies && run->segment->processes && run->segment->processes[rank].pid) {
+            places[side] = (char *)(intptr_t)lent.offset;
+            run->in_process[rank] = 1;
+            continue;
+        }
         if (lent.start < 0 || lent.nbytes < 0 || lent.offset < 0 || lent.offset > lent.nbytes
             || lent.nbytes - lent.offset < run->program->reach[rank][side]) {
             run->wrong_rank = rank, run->wrong_step = IMPOSSIBLE;
@@ -129,6 +142,13 @@ int core_borrow(Run *run, int rank)
     run->known[rank] = 1;
     if (places[0] || places[1]) run->borrows = 1;
     return MOVED;
+}
+
+void core_borrow_part(Run *run, int rank, uint64_t address)
+{
+    if (!address || !run->places || !run->segment->processes || !run->segment->processes[rank].pid) return;
+    run->places[rank][0] = (char *)(uintptr_t)address;
+    run->in_process[rank] = 1, run->borrows = 1;
 }
 
 /* Have Python map an extent of a rank; -1 with an exception. */

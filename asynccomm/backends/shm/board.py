@@ -37,6 +37,7 @@ class Fault(IntEnum):
     """Numbers in place of a step, for other faults of a rank than a difference; as in ``_core.h``."""
 
     SIZES = 1 << 62  #: plus the first step: it has announced other sizes than this rank has for it
+    UNREADABLE = MASK - 2  #: the memory of its tensor cannot be read
     IMPOSSIBLE = MASK - 1  #: its tensor is smaller than the collective needs
     WITHDRAWN = MASK  #: its tensor may have changed
 
@@ -261,6 +262,8 @@ class Board:
             return BackendError(f"an operation has failed on rank {rank} while {self.state.op} read the rank's tensor")
         if step == Fault.IMPOSSIBLE:
             return BackendError(f"rank {rank} lends for {self.state.op} a tensor that cannot be")
+        if step == Fault.UNREADABLE:
+            return BackendError(f"the tensor that rank {rank} lends for {self.state.op} cannot be read")
         if step >= Fault.SIZES:
             return self._other_sizes(rank, step - Fault.SIZES)
         i = self._records[step % self._banks][rank]

@@ -95,6 +95,8 @@ class Engine:
         self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all, state, peers)
         self._position = self._board.state
         self._executor = Executor(self._board, mapping.segment.raw, mapping.bells, core)
+        if settings.single_copy and self._executor.segment is not None:
+            self._executor.segment.single_copy(mapping.liveness_fds)
         self._finished: deque[Submission] = deque()  # done, to be settled after the lock is released
         self._faults: deque[BrokenError] = deque()
         self._grown = grown = deque[tuple[Submission, int]]()  # receives, and larger sizes than expected

@@ -37,6 +37,12 @@ class Word(IntEnum):
     STATE = 48  #: a :class:`State`
     PLACE = 49  #: CPU that this rank's progress thread has woken up on, plus one; 0 while it is asleep
     WITHDRAWN = 50  #: whether tensors of this rank that others may read can have changed: an operation has failed here
+    #: for single copy (``_single_copy.c``): the process, a random number in its memory and the address of that, and
+    #: whether this rank can read the memory of all others: 0 not known yet, 1 yes, 2 no
+    PROCESS = 51
+    SECRET = 52
+    SECRET_AT = 53
+    READS = 54
 
 
 @final

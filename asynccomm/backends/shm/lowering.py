@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
@@ -24,8 +25,11 @@ from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.schedule import Lands, exchange, in_place, reducing, schedule, targets_of
 from asynccomm.backends.shm.vectors import Operand
 from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
     AllReduce,
     AllToAll,
+    AllToAllSingle,
     Barrier,
     Op,
     Parcels,
@@ -38,6 +42,14 @@ from asynccomm.ops import (
 LENT_BYTES: Final = 128 << 10
 # the same in multiples of LENT_BYTES for a large reduction, of which every rank then waits for all readers at the end
 LENT_REDUCTIONS: Final = 16
+# The same of tensors in any memory (single copy), in collectives in which all ranks read at once: where one rank waits
+# for another to read, the two copies by way of a slot, one on each core, are faster. Nor does the kernel store past the
+# caches, as large collectives do. Where ranks share cores, the wait for the readers costs more than the copy:
+# bench/hints.py
+_GATHERED: Final = range(LENT_BYTES, 16 << 20)
+_EXCHANGED: Final = range(LENT_BYTES, 64 << 20)
+_EXCHANGED_ON_SHARED_CORES: Final = range(4 << 20, 64 << 20)
+_NEVER: Final = range(0)
 
 
 @final
@@ -129,8 +141,17 @@ def _transfer(executor: Executor, submission: Submission, whole: int) -> Lowered
     key, part, operands, lands, reductions, owners = schedule(board, submission, nbytes >= LENT_BYTES)
     room = room_per_reader(board.chunk, board.size) if split else board.chunk
     steps = steps_for(nbytes, room)
-    compiled = executor.compiled((key, steps), lambda: program(steps, part(room)))
+    single_copy = _single_copy(board.size, type(submission.op), submission.op.nbytes)
+    compiled = executor.compiled((key, steps, single_copy), lambda: program(steps, part(room), single_copy=single_copy))
     return Lowered(compiled, operands, reductions, lands, owners)
+
+
+def _single_copy(size: int, kind: type[Op], nbytes: int) -> bool:
+    """Whether a rank lends its tensor, of ``nbytes``, in any memory."""
+    alone = size <= (os.cpu_count() or 1)
+    if kind in (AllToAll, AllToAllSingle):
+        return nbytes in (_EXCHANGED if alone else _EXCHANGED_ON_SHARED_CORES)
+    return kind in (AllGather, AllGatherSingle) and alone and nbytes in _GATHERED
 
 
 def extent(op: Op, size: int) -> tuple[int, bool]:
@@ -151,7 +172,10 @@ def _all_to_all(executor: Executor, submission: Submission, whole: int) -> Lower
     board = executor.board
     sends, receives, operands, lands, owners = exchange(board, submission)
     room = room_per_reader(board.chunk, board.size)
-    compiled = executor.compiled((AllToAll, sends, receives), lambda: announced(board.rank, sends, receives, room))
+    single_copy = _single_copy(board.size, AllToAll, sum(sends))
+    compiled = executor.compiled(
+        (AllToAll, sends, receives), lambda: announced(board.rank, sends, receives, room, single_copy=single_copy)
+    )
     return Lowered(compiled, operands, (), lands, owners)
 
 

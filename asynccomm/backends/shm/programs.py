@@ -23,7 +23,8 @@ A rank *lends* its tensor if that lies in memory that the others can read (``are
 rank's slots, or its results. With its first step the rank publishes where the tensor lies, and each reader reads there
 in place of the slot; copies from the tensor to the slot, and back, are left out. Only the owner writes a tensor, and
 its collective ends when all ranks have finished reading (``Wait.READ``). Each rank lends or does not lend for itself,
-so all ranks have the same steps in any case.
+so all ranks have the same steps in any case. *Single copy* lends a tensor in any memory of the rank's process, for
+slots that are only copied: the kernel copies it (``_single_copy.c``), and the rank publishes its address.
 
 The owner of a tensor may change it as soon as its own operation has failed, perhaps while others still read. It has
 set its word ``WITHDRAWN`` before; and a rank that has used lent tensors, or results that other ranks have made of them,
@@ -113,6 +114,7 @@ class Lending(NamedTuple):
 
     slot: int = -1
     result: int = -1
+    single_copy: bool = False  #: whether a vector in any memory of the process is lent
 
 
 class Announced(NamedTuple):
@@ -155,12 +157,17 @@ def room_per_reader(chunk: int, size: int) -> int:
     return chunk // size // LINE * LINE
 
 
-def program(steps: int, part: Part) -> Program:
-    """The program that takes one part through ``steps`` steps."""
+def program(steps: int, part: Part, *, single_copy: bool = False) -> Program:
+    """The program that takes one part through ``steps`` steps.
+
+    Args:
+        single_copy: whether tensors that may be lent are lent in any memory.
+    """
     stages = [Stage(Wait.FREE, (), part.fill, Signal.POST), Stage(Wait.POSTED, part.givers, part.take, Signal.FINISH)]
     if part.lending is not None:
         stages.append(Stage(Wait.READ, part.readers, (), Signal.NOTHING))
-    return Program(steps, tuple(stages), part.lending)
+    lending = part.lending and part.lending._replace(single_copy=single_copy)
+    return Program(steps, tuple(stages), lending)
 
 
 def barrier(rank: int, size: int) -> Part:
@@ -242,24 +249,28 @@ def exchanged(
     return Part(tuple(fill), tuple(take), givers, Lending(0 if lends else -1) if row else None, givers)
 
 
-def announced(rank: int, sends: tuple[int, ...], receives: tuple[int, ...], room: int) -> Program:
+def announced(
+    rank: int, sends: tuple[int, ...], receives: tuple[int, ...], room: int, *, single_copy: bool = False
+) -> Program:
     """The program of an exchange in which only the two ranks know how much one of them has for the other.
 
     The vectors: the data for each rank, then the places for the data from each rank. A rank copies its own directly.
 
     Args:
         room: bytes of a slot for each reader.
+        single_copy: whether this rank may lend its data, in any memory.
     """
     size, own = len(sends), sends[rank]
     rest = others(rank, size)
     fill = [Action(Ref(Space.VECTOR, size + rank), (Ref(Space.VECTOR, rank),), own, own, own)]
-    fill += _to_readers(rank, [(reader, reader, sends[reader]) for reader in rest], room, 0)
-    take = [
-        _copy(Ref(Space.VECTOR, size + giver, 0, room), _slot(giver, rank, room, 0), receives[giver], room)
-        for giver in rest
-    ]
+
+    def part(giver: int, reader: int) -> Ref:
+        return Ref(Space.SLOT, giver, reader * room, 0, 0, room)
+
+    fill += [_copy(part(rank, reader), Ref(Space.VECTOR, reader, 0, room), sends[reader], room) for reader in rest]
+    take = [_copy(Ref(Space.VECTOR, size + giver, 0, room), part(giver, rank), receives[giver], room) for giver in rest]
     steps = steps_for(max([sends[reader] for reader in rest], default=0), room)
-    made = program(steps, Part(tuple(fill), tuple(take), rest))
+    made = program(steps, Part(tuple(fill), tuple(take), rest, Lending(), rest), single_copy=single_copy)
     return made._replace(announced=Announced(sends, receives, room))
 
 

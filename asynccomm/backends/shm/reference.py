@@ -85,7 +85,7 @@ class _Run:
         self._reaches = _reaches(program)
         self._lent = []
         assert program.lending is not None
-        for space, number in zip(_LENT, program.lending, strict=True):
+        for space, number in zip(_LENT, program.lending[:2], strict=True):
             vector = self._vectors[number] if number >= 0 else None
             lent = arena().find(vector) if isinstance(vector, int) else NOT_LENT
             self._lent += lent

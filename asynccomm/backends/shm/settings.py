@@ -26,6 +26,8 @@ HINTS: Final[Mapping[str, str]] = {
     "chunk_bytes": "bytes that a rank shares in one step of a collective (default 524288)",
     "whole_bytes": "reductions up to this are done by every rank at once, larger ones in parts (default 262144)",
     "inline_bytes": "operations up to this run where they are called, larger ones on a thread (default 4194304)",
+    "single_copy": "1 to read larger tensors from the memory of the other process where the kernel allows it, 0 to "
+    "copy them to shared memory first (default 1)",
     "message_bytes": "bytes of the queue between two ranks that messages go through (default 1048576)",
 }
 
@@ -33,11 +35,12 @@ HINTS: Final[Mapping[str, str]] = {
 @final
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes in bytes that all ranks of a comm must share; the fields are the hints of the same names."""
+    """The settings that all ranks of a comm must share; the fields are the hints of the same names."""
 
     chunk_bytes: int = 512 << 10
     whole_bytes: int = 256 << 10
     inline_bytes: int = 4 << 20
+    single_copy: int = 1
     message_bytes: int = 1 << 20
 
     @classmethod
@@ -45,6 +48,8 @@ class Settings:
         """The settings from the hints. Raises ``ValueError`` naming the hint."""
         values = {key: _number(key, hints[key]) for key in asdict(cls()) if key in hints}
         settings = cls(**values)
+        if settings.single_copy > 1:
+            raise ValueError(f"hint 'single_copy' must be 0 or 1, got {settings.single_copy}")
         for key in ("chunk_bytes", "message_bytes"):
             value = getattr(settings, key)
             if value % LINE or value < 1024:

@@ -53,14 +53,25 @@ def _boards(cores: list[Any], chunk: int, banks: int) -> Iterator[tuple[Board, m
         yield Board(rank, layout, words, data, Fence(), nothing, state, peers), memoryview(memory)
 
 
-def executors(size: int, chunk: int = 1024, banks: int = 4, kind: str = "") -> list[Executor]:
-    """An executor for each rank: all in C ("core"), all in Python ("reference"), or every other one ("mixed")."""
+def executors(size: int, chunk: int = 1024, banks: int = 4, kind: str = "", *, liveness: int = -1) -> list[Executor]:
+    """An executor for each rank: all in C ("core"), all in Python ("reference"), or every other one ("mixed").
+
+    With "single copy" they are all in C, and read each other's memory.
+
+    Args:
+        liveness: a descriptor that is readable once a rank is lost, for single copy.
+    """
     core = load_core()
-    cores = {"core": [core, core], "reference": [PYTHON, PYTHON], "mixed": [core, PYTHON]}[kind or _kind]
+    cores = {"reference": [PYTHON, PYTHON], "mixed": [core, PYTHON]}.get(kind or _kind, [core, core])
     bells = [(-1, -1)] * size
     by_rank = [cores[rank % 2] for rank in range(size)]
-    made = zip(by_rank, _boards(by_rank, chunk, banks), strict=True)
-    return [Executor(board, memory, bells, core) for core, (board, memory) in made]
+    boards = zip(by_rank, _boards(by_rank, chunk, banks), strict=True)
+    made = [Executor(board, memory, bells, core) for core, (board, memory) in boards]
+    if (kind or _kind) == "single copy":
+        for each in made:
+            assert each.segment is not None
+            each.segment.single_copy([liveness] * size)
+    return made
 
 
 @pytest.fixture(autouse=True, params=["core", "reference", "mixed"])

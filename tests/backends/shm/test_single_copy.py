@@ -1,0 +1,273 @@
+"""Single copy: tensors that ranks read directly from the memory of another process, by ``process_vm_readv``."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asynccomm import BrokenError, Comm, new_comm, ops
+from asynccomm.backends.shm import lowering
+from asynccomm.backends.shm.executor import Executor
+from asynccomm.backends.shm.layout import RecordWord, Word
+from asynccomm.backends.shm.lowering import start
+from asynccomm.core.native import CoreUnavailable, load_core
+from asynccomm.errors import BackendError
+from asynccomm.ops import AllGather, AllToAll, AllToAllSingle, Broadcast
+from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.validation import CommInfo
+from tests.sampling import examples
+
+from .test_lending import random_calls
+from .test_lowering import run_both
+from .world import executors, interleave, submission
+
+pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
+
+KINDS = ["all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "broadcast", "all_reduce"]
+EVER = range(1 << 40)
+"""Sizes of tensors that are lent: any."""
+
+
+@pytest.fixture
+def any_size() -> Iterator[None]:
+    """Tensors of any size are lent."""
+    with pytest.MonkeyPatch.context() as patch:
+        lend_any(patch)
+        yield
+
+
+def lend_any(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lowering, "LENT_BYTES", 0)
+    for name in ("_GATHERED", "_EXCHANGED", "_EXCHANGED_ON_SHARED_CORES"):
+        patch.setattr(lowering, name, EVER)
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    size=st.sampled_from([1, 2, 3, 5]),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4),
+)
+@examples(100)
+def test_any_sequence_in_any_interleaving(seed: int, size: int, kinds: list[str]) -> None:
+    choose = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.backends.shm.world._kind", "single copy")
+        lend_any(patch)
+        run_both(random_calls(kinds, size, choose), size, chunk=1024, whole=64, choose=choose)
+
+
+def test_ranks_that_run_at_once(any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.backends.shm.world._kind", "single copy")
+    for seed in range(6):
+        choose = random.Random(seed)
+        size = choose.choice([2, 3])
+        run_both(random_calls(choose.sample(KINDS, 6), size, choose), size, chunk=1024, whole=0, choose=None)
+
+
+def groups(size: int) -> list[CommInfo]:
+    return [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
+
+
+def gathering(world: list[Executor], n: int = 100) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+    """The inputs, outputs and generators of an all_gather_single of as many ranks as executors."""
+    size = len(world)
+    inputs = [torch.arange(n) + 1000 * rank for rank in range(size)]
+    outputs = [torch.full((size * n,), -1) for _ in range(size)]
+    calls = [ops.AllGatherSingle.of(g, outputs[g.rank], inputs[g.rank]) for g in groups(size)]
+    return inputs, outputs, [start(each, submission(call, 1), 0) for each, call in zip(world, calls, strict=True)]
+
+
+def prepared(world: list[Executor] | None = None) -> list[Executor]:
+    """Executors that know that all ranks can read each other's memory."""
+    world = executors(2, kind="single copy") if world is None else world
+    size = len(world)
+    for _ in range(2):  # in the first one, each rank finds what it can read; in the second, that all can
+        calls = [ops.AllGatherSingle.of(g, torch.zeros(size), torch.zeros(1)) for g in groups(size)]
+        interleave(world, [[submission(call, 0)] for call in calls], 0, random.Random(1))
+    return world
+
+
+def reads(world: list[Executor]) -> list[int]:
+    board = world[0].board
+    return [board._words[board.layout.word(rank, Word.READS)] for rank in range(board.size)]
+
+
+def finish(generators: list[Any]) -> None:
+    for _ in range(1000):
+        if not [each for each in generators if next(each, None) is not None]:
+            return
+    raise AssertionError("stuck")
+
+
+def test_nothing_is_copied_to_a_slot_and_the_owner_waits_for_its_readers(any_size: None) -> None:
+    world = prepared()
+    inputs, outputs, generators = gathering(world)
+    first = world[0].board.state.step
+    assert [next(generators[0]) for _ in range(3)][-1] is False
+    assert not world[0].board.elements(1, torch.int64, first, 0, 0, 800).any()
+    finish(generators)
+    assert all(torch.equal(output, torch.cat(inputs)) for output in outputs)
+    assert reads(world) == [1, 1]
+
+
+@pytest.mark.parametrize("word", [Word.SECRET, Word.PROCESS, Word.SECRET_AT])
+def test_a_rank_whose_memory_cannot_be_read_is_not_read(any_size: None, word: Word) -> None:
+    world = executors(2, kind="single copy")
+    board = world[0].board
+    at = board.layout.word(1, word)
+    board._words[at] = 1 if word is Word.SECRET_AT else board._words[at] + 1
+    for _ in range(3):
+        inputs, outputs, generators = gathering(world)
+        finish(generators)
+        assert all(torch.equal(output, torch.cat(inputs)) for output in outputs)
+        assert board.lent(0, board.state.step - 1)[0].nbytes == 0
+    assert reads(world)[0] == 2
+
+
+def test_an_address_that_cannot_be_read_fails_the_reader(any_size: None) -> None:
+    world = prepared()
+    _, _, generators = gathering(world)
+    next(generators[0])
+    board = world[0].board
+    board._words[board.layout.record((board.state.step - 1) % 4, 0) + RecordWord.INLINE + 2] = 64
+    with pytest.raises(BackendError, match=r"the tensor that rank 0 lends for all_gather_single.* cannot be read"):
+        finish(generators[1:])
+
+
+def test_a_tensor_in_a_process_is_not_reduced(any_size: None) -> None:
+    """A peer that claims so would have this rank read an address of its own."""
+    world = prepared()
+    calls = [ops.ReduceScatterSingle.of(g, torch.zeros(100), torch.ones(200), ReduceOp.SUM) for g in groups(2)]
+    generators = [start(each, submission(call, 1), 0) for each, call in zip(world, calls, strict=True)]
+    next(generators[0])
+    board = world[0].board
+    record = board.layout.record((board.state.step - 1) % 4, 0) + RecordWord.INLINE
+    board._words[record], board._words[record + 1], board._words[record + 2] = (1 << 63) - 1, 1, 64
+    with pytest.raises(BrokenError, match=r"rank 0 lends for .* a tensor that cannot be"):
+        finish(generators[1:])
+
+
+def test_the_memory_of_a_process_that_has_ended_is_not_read(any_size: None) -> None:
+    """The collective waits until the engine finds the loss."""
+    world = executors(2, kind="single copy")
+    board = world[0].board
+    if not (process := os.fork()):
+        signal.pause()
+    try:
+        board._words[board.layout.word(1, Word.PROCESS)] = process  # whose memory has the random number, too
+        prepared(world)
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    _, outputs, generators = gathering(world)
+    next(generators[1])
+    assert [next(generators[0]) for _ in range(4)][2:] == [False, False]
+    assert outputs[0][100:].eq(-1).all()
+
+
+def test_data_read_after_the_end_of_a_process_are_not_used(any_size: None) -> None:
+    """Another process may have its number by then."""
+    there, here = os.pipe()
+    world = prepared(executors(2, kind="single copy", liveness=there))
+    _, _, generators = gathering(world)
+    next(generators[0])
+    os.close(here)
+    assert [next(generators[1]) for _ in range(4)][2:] == [False, False]
+    os.close(there)
+
+
+def test_a_withdrawn_tensor_fails_its_reader(any_size: None) -> None:
+    world = prepared()
+    _, _, generators = gathering(world)
+    for _ in range(3):
+        next(generators[0])
+    board = world[0].board
+    board._words[board.layout.word(0, Word.WITHDRAWN)] = 1
+    with pytest.raises(BackendError, match=r"an operation has failed on rank 0 while .* read the rank's tensor"):
+        finish(generators)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "ranks", "lends"),
+    [
+        (AllGather, 128 << 10, 2, True),
+        (AllGather, (128 << 10) - 1, 2, False),
+        (AllGather, 16 << 20, 2, False),
+        (AllGather, 1 << 20, 3, False),
+        (AllToAllSingle, 1 << 20, 2, True),
+        (AllToAllSingle, 1 << 20, 3, False),
+        (AllToAll, 4 << 20, 3, True),
+        (Broadcast, 1 << 20, 2, False),
+    ],
+)
+def test_the_collectives_that_gain(
+    kind: Any, nbytes: int, ranks: int, lends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert lowering._single_copy(ranks, kind, nbytes) == lends
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def lent(comm: Comm) -> bool:
+    """Whether this rank has lent a tensor in its own memory in one of its last collectives."""
+    engine: Any = comm.unsafe_get_backend()._engine  # type: ignore[attr-defined]
+    board = engine._board
+    return any(board.lent(comm.rank, bank)[0].start == (1 << 63) - 1 for bank in range(4))
+
+
+def many_cores(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "cpu_count", lambda: 64)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("single_copy", ["1", "0"])
+async def test_the_same_results_with_it_and_without(monkeypatch: pytest.MonkeyPatch, single_copy: str) -> None:
+    many_cores(monkeypatch)
+    async with new_comm("shm", timeout=30, hints={"single_copy": single_copy}) as comm:
+        rank, size, n = comm.rank, comm.size, 150_000
+        sources = [torch.arange(n, dtype=torch.float32) + each for each in range(size)]
+        ever = False
+        for _ in range(4):
+            gathered = await comm.all_gather_single(torch.empty(size * n), sources[rank])
+            ever |= lent(comm)
+            assert torch.equal(gathered, torch.cat(sources))
+            parts = await comm.all_gather([torch.empty(n) for _ in range(size)], sources[rank])
+            assert all(torch.equal(part, source) for part, source in zip(parts, sources, strict=True))
+            swapped = await comm.all_to_all_single(torch.empty(n), sources[rank])
+            mine = slice(rank * n // size, (rank + 1) * n // size)
+            assert torch.equal(swapped, torch.cat([source[mine] for source in sources]))
+            sizes = [n - 7 * other for other in range(size)]  # of the data for each rank
+            pieces = await comm.all_to_all(
+                [torch.empty(sizes[rank]) for _ in range(size)], [sources[rank][:count] for count in sizes]
+            )
+            assert all(torch.equal(piece, source[: sizes[rank]]) for piece, source in zip(pieces, sources, strict=True))
+        assert ever == (single_copy == "1")
+
+
+@pytest.mark.ranks(2)
+async def test_the_tensor_may_change_as_soon_as_its_operation_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    many_cores(monkeypatch)
+    async with new_comm("shm", timeout=30) as comm:
+        source, gathered = torch.empty(200_000), torch.empty(400_000)
+        for round in range(50):
+            source.fill_(2 * round + comm.rank)
+            await comm.all_gather_single(gathered, source)
+            source.fill_(-1)
+            assert gathered[:200_000].eq(2 * round).all()
+            assert gathered[200_000:].eq(2 * round + 1).all()
+        assert lent(comm)
+
+
+@pytest.mark.ranks(2)
+async def test_bad_values_of_the_hint() -> None:
+    with pytest.raises(ValueError, match="hint 'single_copy' must be 0 or 1, got 2"):
+        await new_comm("shm", timeout=30, hints={"single_copy": "2"})
