@@ -227,7 +227,7 @@ class BackendContext:
 
 
 class HeldCall(Protocol):
-    """A call that a backend's fast path holds, in place of a Submission: for a scope, or until a message comes."""
+    """A call that a backend's fast path holds, in place of a Submission: for a scope, or until the other rank comes."""
 
     @property
     def op(self) -> Op: ...
@@ -238,6 +238,10 @@ class HeldCall(Protocol):
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Those of ``DirectCalls.call`` from ``check`` on, with tuples in place of lists."""
+
+    @property
+    def run(self) -> object:
+        """As of a Submission, if the operation has begun; else None."""
 
     @property
     def places(self) -> Sequence[tuple[torch.UntypedStorage, int, int, tuple[int, ...], torch.dtype]]:
@@ -270,11 +274,11 @@ class DirectCalls(Protocol):
 
     @property
     def driver(self) -> Any:
-        """The ``Driver`` of Works, for receives that the fast path posts; None: it posts none."""
+        """The ``Driver`` of Works, for messages that the fast path posts; None: it posts none."""
 
     @property
-    def received(self) -> Callable[[HeldCall], Submission]:
-        """Makes the submission of a receive that the fast path has posted, and watches its deadline from then on.
+    def posted(self) -> Callable[[HeldCall], Submission]:
+        """Makes the submission of a message that the fast path has posted, and watches its deadline from then on.
 
         It refers to no backend. Raises: ValueError if memory of its tensor was freed.
         """

@@ -61,8 +61,8 @@ class SubmitterCalls:
         self.note_deadline: Callable[[DeferredQueue, Work[Any]], None] = submitter.note_deadline
         self.fused_limit: int = backend.fused_limit
         self.driver: Backend = backend
-        self.received: Callable[[HeldCall], Submission] = partial(
-            _received, self.group, weakref.ref(self.in_flight.deadlines)
+        self.posted: Callable[[HeldCall], Submission] = partial(
+            _posted, self.group, weakref.ref(self.in_flight.deadlines)
         )
 
     @property
@@ -106,9 +106,10 @@ class SubmitterCalls:
                     submitter.watchers.called(Call(member.work.op, (), (), None), member.work)
 
 
-def _received(group: CommInfo, deadlines: weakref.ref[Deadlines], held: HeldCall) -> Submission:
-    """See ``DirectCalls.received``."""
+def _posted(group: CommInfo, deadlines: weakref.ref[Deadlines], held: HeldCall) -> Submission:
+    """See ``DirectCalls.posted``."""
     submission = submission_of(group, held, None)
+    submission.run = held.run
     if (all_of_them := deadlines()) is not None:
         all_of_them.add(held.work)
     return submission

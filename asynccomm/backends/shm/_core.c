@@ -287,8 +287,16 @@ static inline char *place(const Run *run, const Ref *ref, uint32_t i)
     }
 }
 
+/* Copy from a tensor in the memory of a rank's process: MOVED; STUCK: the rank is lost, which the engine will find; or WRONG. */
+static int read_lent(Run *run, int owner, char *to, const char *from, int64_t n)
+{
+    int result = core_read(run->segment, owner, to, from, (size_t)n);
+    if (result == WRONG && !core_withdrawn(run)) run->wrong_rank = owner, run->wrong_step = UNREADABLE;
+    return result;
+}
+
 /* Copy n bytes between one piece of memory and a vector in several pieces, from its byte `start` on. The memory is this
- * process's, or for reading that of the rank `owner`: MOVED, STUCK or WRONG, as core_read. */
+ * process's, or for reading that of the rank `owner`: MOVED, STUCK or WRONG, as read_lent. */
 static int copy_pieces(Run *run, const Vector *vector, int64_t start, char *memory, int64_t n, int into_vector, int owner)
 {
     int low = 0, high = vector->count;
@@ -303,7 +311,7 @@ static int copy_pieces(Run *run, const Vector *vector, int64_t start, char *memo
         int64_t here = end - start < n ? end - start : n;
         char *at = piece->address + (start - piece->start);
         int moved = MOVED;
-        if (owner >= 0) moved = core_read(run, owner, at, memory, (size_t)here);
+        if (owner >= 0) moved = read_lent(run, owner, at, memory, here);
         else if (into_vector) core_copy(at, memory, (size_t)here);
         else core_copy(memory, at, (size_t)here);
         if (moved != MOVED) return moved;
@@ -312,7 +320,7 @@ static int copy_pieces(Run *run, const Vector *vector, int64_t start, char *memo
     return MOVED;
 }
 
-/* Take an action: MOVED, or STUCK or WRONG, as core_read. */
+/* Take an action: MOVED, or STUCK or WRONG, as read_lent. */
 static int act(Run *run, const Action *action, uint32_t i)
 {
     if (i && action->stride > action->total / (int64_t)i) return MOVED; /* nothing is left; i may come from another rank */
@@ -346,7 +354,7 @@ static int act(Run *run, const Action *action, uint32_t i)
         copy_pieces(run, source, from->offset + (int64_t)i * from->stride, place(run, to, i), n, 0, -1);
     } else {
         char *there = place(run, to, i), *here = place(run, from, i);
-        if (owner >= 0) return core_read(run, owner, there, here, (size_t)n);
+        if (owner >= 0) return read_lent(run, owner, there, here, n);
         if (there == here) return MOVED; /* in place */
         if (target && action->total >= STREAM_BYTES) core_copy_past_caches(there, here, (size_t)n);
         else core_copy(there, here, (size_t)n);
@@ -803,12 +811,12 @@ static int RankPosition_clear(PyObject *self)
 
 #define NUMBER(name) {#name, T_ULONGLONG, offsetof(RankPosition, name), 0, NULL}
 static PyMemberDef state_members[] = {
-    NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(number), NUMBER(messages), NUMBER(kept),
+    NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(number), NUMBER(messages), NUMBER(kept), NUMBER(alone),
     {"collective_wait", T_DOUBLE, offsetof(RankPosition, collective_wait), 0, NULL},
     {"message_wait", T_DOUBLE, offsetof(RankPosition, message_wait), 0, NULL}, {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL},
     {"posted", T_OBJECT, offsetof(RankPosition, posted), READONLY, NULL},
     {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {"adopting", T_BOOL, offsetof(RankPosition, adopting), 0, NULL},
-    {"receives_ahead", T_BOOL, offsetof(RankPosition, receives_ahead), 0, NULL},
+    {"calls_ahead", T_BOOL, offsetof(RankPosition, calls_ahead), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 static PyType_Slot state_slots[] = {
     {Py_tp_new, (void *)RankPosition_new}, {Py_tp_dealloc, (void *)RankPosition_dealloc}, {Py_tp_traverse, (void *)RankPosition_traverse}, {Py_tp_clear, (void *)RankPosition_clear},

@@ -97,10 +97,10 @@ static inline void released(Word *word, uint64_t value) { atomic_store_explicit(
 typedef struct RankPosition {
     PyObject_HEAD
     uint64_t step, code, numel, history, number;
-    uint64_t messages, kept;
+    uint64_t messages, kept, alone;
     double collective_wait, message_wait; /* seconds */
     PyObject *op, *posted; /* posted: a list of HeldCalls */
-    char dead, adopting, receives_ahead;
+    char dead, adopting, calls_ahead;
 } RankPosition;
 
 /* The counters of the two rings between this rank and a peer: rings.LinkState */
@@ -242,8 +242,8 @@ int core_add_lending(PyObject *module);
 /* Whether each rank can read the memory of the others, as far as this is known. */
 int core_reads_all(Segment *s);
 
-/* Copy memory of a rank's process: MOVED; STUCK: the rank is lost; or WRONG. */
-int core_read(Run *run, int rank, char *to, const char *from, size_t n);
+/* Copy memory of a rank's process: MOVED; STUCK: the rank is lost; WRONG: it cannot be read. */
+int core_read(const Segment *s, int rank, char *to, const char *from, size_t n);
 
 PyObject *core_single_copy(PyObject *segment, PyObject *liveness);
 

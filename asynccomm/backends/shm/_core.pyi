@@ -137,18 +137,19 @@ class FastPath:
         """Send held calls; None: the submitter has to. See ``FastCalls.flush``."""
 
     def before_await(self, work: Work[Any], /) -> None:
-        """Receive, before a task waits for the Work of a receive that is posted here; or have the backend do so."""
+        """Go on, before a task waits for the Work of a message that is posted here; or have the backend do so."""
 
     def before_block(self, work: Work[Any], /) -> None:
         """Have the backend receive, before a thread waits for such a Work."""
 
 @final
 class HeldCall:
-    """A call that a scope holds, or a receive that is posted; see ``base.HeldCall``."""
+    """A call that a scope holds, or a message that is posted; see ``base.HeldCall``."""
 
     op: Op
     work: Work[Any]
     arguments: tuple[Any, ...]
+    run: object
     places: list[tuple[Any, int, int, tuple[int, ...], Any]]
 
 @final

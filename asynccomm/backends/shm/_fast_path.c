@@ -628,13 +628,17 @@ int core_start(FastPath *f, Entry *entry, char *const *data, long long number)
     return run_on(f, entry->run);
 }
 
+PyObject *core_begun_message(const BegunMessage *message)
+{
+    return Py_BuildValue("(IOK)", message->ident, message->cleared ? Py_True : Py_False, (unsigned long long)message->moved);
+}
+
 /* Have Python go on with a call that has begun as `run`, or else as `message`: its Work, or NULL with an exception. */
 static PyObject *adopted(FastPath *f, Run *run, const BegunMessage *message, const Arguments *arguments, PyObject *result,
                          PyObject *site, double started)
 {
     int gc = PyGC_Disable(); /* a finalizer may make a call, which comes after this one */
-    PyObject *begun = run ? (PyObject *)run : Py_BuildValue("(IOK)", message->ident, message->cleared ? Py_True : Py_False,
-                                                            (unsigned long long)message->moved);
+    PyObject *begun = run ? (PyObject *)run : core_begun_message(message);
     PyObject *call = begun ? core_tuple_of(arguments->items, arguments->count) : NULL, *work = NULL;
     if (call) work = PyObject_CallFunction(f->adopt, "OOOOd", begun, call, result, site, started);
     if (gc) PyGC_Enable();
@@ -661,10 +665,23 @@ static PyObject *send_or_receive(FastPath *f, Entry *entry, const Tensors *tenso
     BegunMessage begun;
     int moved = (entry->sends ? core_send_message : core_receive_message)(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0], &begun);
     if (moved == STUCK) return NULL;
-    if (moved == LATE) return core_post_receive(f, entry, tensors, arguments, result, site, started);
-    if (moved == DONE) return finish(f, entry, result, site, started);
-    f->state->adopting = 1; /* no thread looks at frames until Python knows of the message */
-    return adopted(f, NULL, &begun, arguments, result, site, started);
+    if (moved == LATE && !entry->sends) return core_post_message(f, entry, tensors, arguments, result, site, started, NULL);
+    PyObject *work = NULL, *type, *value, *traceback;
+    f->state->adopting = moved != DONE; /* no thread looks at frames until Python knows of the message, or it is posted */
+    if (moved == LATE) {
+        int gc = PyGC_Disable(); /* as for `adopted` */
+        work = core_post_message(f, entry, tensors, arguments, result, site, started, &begun);
+        if (gc) PyGC_Enable();
+        if (work) f->state->adopting = 0;
+        else if (PyErr_Occurred()) core_break_comm(f);
+    }
+    if (moved == DONE) work = finish(f, entry, result, site, started);
+    else if (!work && !PyErr_Occurred()) work = adopted(f, NULL, &begun, arguments, result, site, started);
+    if (!f->unsettled_count) return work;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (core_settle_posted(f)) PyErr_Clear(); /* the comm has the error */
+    PyErr_Restore(type, value, traceback);
+    return work;
 }
 
 /* Submit a call of which all Python code has run: 1: `work` is its Work, or NULL with an exception; 0: it is not for this
@@ -852,8 +869,8 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
 
 static PyMethodDef fast_path_methods[] = {
     {"submit", (PyCFunction)(void (*)(void))FastPath_submit, METH_FASTCALL, "Submit a call; see the submitter's `call`."},
-    {"before_await", FastPath_before_await, METH_O, "Receive, before a task waits for a Work of a receive that is posted here."},
-    {"before_block", FastPath_before_block, METH_O, "Have Python receive, before a thread waits for such a Work."},
+    {"before_await", FastPath_before_await, METH_O, "Go on, before a task waits for a Work of a message that is posted here."},
+    {"before_block", FastPath_before_block, METH_O, "Have Python go on, before a thread waits for such a Work."},
     {"flush", FastPath_flush, METH_O, "Send the held calls of a list: True, or None if the submitter has to."},
     {NULL, NULL, 0, NULL},
 };

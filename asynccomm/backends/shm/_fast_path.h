@@ -15,6 +15,7 @@
 #define ENTRIES 1024    /* a power of two */
 #define CODES 16        /* places of a table */
 #define SEEN 256        /* the same */
+#define MOST_POSTED 64  /* messages */
 #define MOST_PASSED 32  /* frames between the user's and the call */
 
 /* ---- tensors, by the table of functions that torch publishes for DLPack ------------------------------------------- */
@@ -125,7 +126,7 @@ typedef struct {
     int64_t nbytes, offset; /* offset: in the storage, in elements */
 } Held;
 
-/* A call that is held: until its scope sends it, or a receive until its message comes. */
+/* A call that is held: until its scope sends it, or a message until the other rank comes. */
 typedef struct {
     PyObject_HEAD
     Entry *entry;
@@ -134,6 +135,7 @@ typedef struct {
     WorkState *work;
     int count; /* of tensors */
     Held *tensors, few[2]; /* few: most calls have no more */
+    BegunMessage begun;    /* of a send */
 } HeldCall;
 
 typedef struct {
@@ -143,7 +145,7 @@ typedef struct {
     CallCounts *counts;
     PyTypeObject *work_type;
     PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *passed_files, *notes, *note, *profiler, *driven, *queue, *inbox;
-    PyObject *driver, *arm; /* of receives: the backend; called when one is posted */
+    PyObject *driver, *arm; /* of posted messages: the backend; called when one is posted */
     PyObject *waited;       /* a set: the Works that threads wait for, which Python drives */
     CallLog *recent;
     ReentrantLock *lock;
@@ -157,6 +159,8 @@ typedef struct {
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
     int constant_count;
     int64_t short_bytes;
+    HeldCall *unsettled[MOST_POSTED]; /* posted messages that are done */
+    int unsettled_count;
     Entry *entries[ENTRIES];
     int known;
     int64_t patience;                  /* nanoseconds */
@@ -231,6 +235,9 @@ void core_note(const FastPath *f, const WorkState *work);
 /* A Work of a call, not settled, or NULL with an exception. */
 WorkState *core_new_work(const FastPath *f, PyObject *op, PyObject *result, PyObject *site, double started);
 
+/* A message that has begun, as Python adopts it; NULL with an exception. */
+PyObject *core_begun_message(const BegunMessage *message);
+
 /* Break the comm because of the current exception: a run has begun that nobody goes on with. */
 void core_break_comm(FastPath *f);
 
@@ -240,19 +247,33 @@ void core_break_comm(FastPath *f);
 int core_receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame, const char *payload,
                        char *data, uint64_t nbytes);
 
+/* Send a long message, for which the receiver is clear: DONE, or MOVED as core_send_message. */
+int core_send_cleared(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
+
+/* Receive a long message by single copy, if it is the one that `entry` is for: DONE; STUCK: it is left as it is. */
+int core_read_offered(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *offer, const char *payload,
+                      char *data, uint64_t nbytes);
+
 /* Send or receive a message: DONE; STUCK: it is not for this path; MOVED: it has begun as `begun`, and Python adopts it;
- * LATE: it may be posted. */
-int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
-int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
+ * LATE: it may be posted, a send as `begun`. */
+int core_send_message(FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
+int core_receive_message(FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
 
 /* ---- _posted.c ---------------------------------------------------------------------------------------------------- */
 
-/* Whether receives from a peer are posted here, and wait for messages; or from any peer, for -1. */
+/* Whether messages from or to a peer are posted here; or any peer, for -1. */
 int core_has_posted(const FastPath *f, int peer);
 
-/* Post a receive: its Work; NULL: it is not for this path, or an exception. The comm's lock is held. */
-PyObject *core_post_receive(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
-                            PyObject *site, double started);
+/* Take the next frame for a message that is posted: DONE, and the message is to be settled; STUCK: none has come; ASKED:
+ * Python has to. Runs no Python code. */
+int core_progress_posted(FastPath *f);
+
+/* Settle the posted messages that are done; -1 with an exception. */
+int core_settle_posted(FastPath *f);
+
+/* Post a receive, or a send that has begun: its Work; NULL: it is not for this path, or an exception. The comm's lock is held. */
+PyObject *core_post_message(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
+                            PyObject *site, double started, const BegunMessage *begun);
 
 /* before_await(work), before_block(work): a Driver of Works */
 PyObject *FastPath_before_await(PyObject *self, PyObject *work);

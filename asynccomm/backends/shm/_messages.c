@@ -1,7 +1,10 @@
 /* Messages from call to result, as endpoint.py has them: a short one in one frame, a long one by OFFER, CLEAR and DATA.
  *
- * They take this path while no other message of the comm is pending. Every wait is a spin; when it is over, Python adopts a
- * long message as it is, and a short one has not begun; its receive may be posted (_posted.c).
+ * They take this path while no other message of the comm is pending in Python. Every wait is a spin; when it is over, Python
+ * adopts a long message as it is, and a short one has not begun; a receive may be posted (_posted.c).
+ *
+ * A rank that sends and receives long messages at once, as in a ring, reads the memory of the sender where it can (single
+ * copy); the CLEAR says so. The OFFER has the address. Of a message in one direction, DATA are faster: both ranks copy.
  */
 #include "_fast_path.h"
 
@@ -63,6 +66,35 @@ static int stream(const FastPath *f, Transfer *t)
     }
 }
 
+int core_send_cleared(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
+{
+    Ring *ring = ring_of(f->segment, f->segment->rank, entry->peer);
+    Transfer t = {f->segment->links[entry->peer], ring, entry->peer, 1, begun->ident, data, nbytes, 0};
+    int result = stream(f, &t);
+    begun->cleared = 1, begun->moved = (uint64_t)t.moved;
+    return result;
+}
+
+/* Wait for the CLEAR of an offered message, and take the frames of posted ones meanwhile: DONE with it; LATE; or ASKED. */
+static int cleared(FastPath *f, LinkState *link, Ring *back, uint32_t ident, Frame *clear)
+{
+    Spin spin = {0, 0, 0};
+    int posted = core_has_posted(f, -1);
+    if (f->state->calls_ahead && !posted) return LATE; /* the other rank sends first, too: waiting would be in vain */
+    for (;;) {
+        int result = STUCK;
+        if (atomic_load_explicit(&back->head, memory_order_acquire) != link->tail) {
+            if (!next_frame(f->segment, link, back, clear)) return ASKED; /* corrupt */
+            if (clear->kind == CLEAR && clear->ident == ident) return DONE;
+            if (!posted) return ASKED;
+        }
+        if (posted) result = core_progress_posted(f);
+        if (result == DONE) spin = (Spin){0, 0, 0};
+        else if (result != STUCK) return result;
+        else if (!core_goes_on(f, f->state->message_wait, &spin)) return LATE;
+    }
+}
+
 /* The next frame from a peer, after a spin if `waits`; NULL if it is corrupt, or if none has come: its kind is 0 then. */
 static const char *awaited(const FastPath *f, LinkState *link, Ring *ring, int waits, Frame *frame)
 {
@@ -73,21 +105,21 @@ static const char *awaited(const FastPath *f, LinkState *link, Ring *ring, int w
     return next_frame(f->segment, link, ring, frame);
 }
 
-static int send_long(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, char *data, uint64_t nbytes, BegunMessage *begun)
+static int send_long(FastPath *f, const Entry *entry, LinkState *link, Ring *ring, char *data, uint64_t nbytes, BegunMessage *begun)
 {
-    uint64_t end;
-    Frame frame, *offer = reserve_frame(f->segment, link, ring, 0, &end);
+    uint64_t end, address = core_reads_all(f->segment) ? (uint64_t)(uintptr_t)data : 0, room = address ? sizeof address : 0;
+    if (!address && core_has_posted(f, -1)) return STUCK;
+    Frame frame, *offer = reserve_frame(f->segment, link, ring, room, &end);
     Ring *back = ring_of(f->segment, entry->peer, f->segment->rank);
     if (!offer) return STUCK;
     *begun = (BegunMessage){(uint32_t)link->next_ident++, 0, 0};
-    *offer = (Frame){0, OFFER, entry->tag, (uint32_t)entry->code, begun->ident, 0, entry->numel};
+    *offer = (Frame){(uint32_t)room, OFFER, entry->tag, (uint32_t)entry->code, begun->ident, 0, entry->numel};
+    memcpy(offer + 1, &address, room);
     publish_frame(f->segment, link, ring, entry->peer, end);
-    if (!awaited(f, link, back, 1, &frame) || frame.kind != CLEAR || frame.ident != begun->ident) return MOVED;
+    int result = cleared(f, link, back, begun->ident, &frame);
+    if (result != DONE) return result == LATE && address ? LATE : MOVED;
     free_frame(f->segment, link, back, entry->peer, frame.nbytes);
-    Transfer t = {link, ring, entry->peer, 1, begun->ident, data, nbytes, 0};
-    int result = stream(f, &t);
-    begun->cleared = 1, begun->moved = (uint64_t)t.moved;
-    return result;
+    return frame.extra == HAS_READ ? DONE : core_send_cleared(f, entry, data, nbytes, begun);
 }
 
 static int receive_long(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *offer, char *data,
@@ -95,9 +127,9 @@ static int receive_long(const FastPath *f, const Entry *entry, LinkState *link, 
 {
     uint64_t end;
     Ring *back = ring_of(f->segment, f->segment->rank, entry->peer);
-    Frame *clear = offer->nbytes ? NULL : reserve_frame(f->segment, link, back, 0, &end);
+    Frame *clear = reserve_frame(f->segment, link, back, 0, &end);
     if (!clear) return STUCK;
-    free_frame(f->segment, link, ring, entry->peer, 0);
+    free_frame(f->segment, link, ring, entry->peer, offer->nbytes);
     *clear = (Frame){0, CLEAR, 0, 0, offer->ident, 0, 0};
     publish_frame(f->segment, link, back, entry->peer, end);
     Transfer t = {link, ring, entry->peer, 0, offer->ident, data, nbytes, 0};
@@ -106,25 +138,43 @@ static int receive_long(const FastPath *f, const Entry *entry, LinkState *link, 
     return result;
 }
 
-/* ---- both --------------------------------------------------------------------------------------------------------- */
-
-/* A program that calls messages while others are pending does not await its receives next: waiting in them is in vain. */
-static void note_pending(const FastPath *f)
+int core_read_offered(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *offer, const char *payload,
+                      char *data, uint64_t nbytes)
 {
-    if (f->state->messages || core_has_posted(f, -1)) f->state->receives_ahead = 1; /* until it awaits one next */
+    uint64_t end, address;
+    if (offer->kind != OFFER || !is_for(entry, offer) || offer->nbytes != sizeof address || !nbytes || !core_reads_all(f->segment))
+        return STUCK;
+    Frame *clear = reserve_frame(f->segment, link, ring_of(f->segment, f->segment->rank, entry->peer), 0, &end);
+    memcpy(&address, payload, sizeof address);
+    if (!clear || core_read(f->segment, entry->peer, data, (const char *)(uintptr_t)address, nbytes) != MOVED) return STUCK;
+    atomic_thread_fence(memory_order_seq_cst); /* behind the last read */
+    if (acquired(block_of(f->segment, entry->peer) + WITHDRAWN)) return STUCK;
+    free_frame(f->segment, link, ring, entry->peer, offer->nbytes);
+    *clear = (Frame){0, CLEAR, 0, HAS_READ, offer->ident, 0, 0};
+    publish_frame(f->segment, link, ring_of(f->segment, f->segment->rank, entry->peer), entry->peer, end);
+    return DONE;
 }
 
-int core_send_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
+/* ---- both --------------------------------------------------------------------------------------------------------- */
+
+/* A program that calls messages while others are pending does not await each of them next: waiting in the calls is in vain. */
+static void note_pending(const FastPath *f)
+{
+    if (f->state->messages || core_has_posted(f, -1)) f->state->calls_ahead = 1; /* until it awaits one next that is alone */
+    else f->state->alone = (uint64_t)f->counts->messages;
+}
+
+int core_send_message(FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
 {
     LinkState *link = f->segment->links[entry->peer];
     Ring *ring = ring_of(f->segment, f->segment->rank, entry->peer);
     note_pending(f);
     if (link->gone || PyObject_Size(link->waiting)) return STUCK;
     if ((int64_t)nbytes <= f->short_bytes) return send_short(f, entry, link, ring, data, nbytes);
-    return f->state->messages || core_has_posted(f, -1) ? STUCK : send_long(f, entry, link, ring, data, nbytes, begun);
+    return f->state->messages ? STUCK : send_long(f, entry, link, ring, data, nbytes, begun);
 }
 
-int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
+int core_receive_message(FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun)
 {
     LinkState *link = f->segment->links[entry->peer];
     Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
@@ -132,9 +182,10 @@ int core_receive_message(const FastPath *f, const Entry *entry, char *data, uint
     note_pending(f);
     if (f->state->messages || f->state->kept || link->gone) return STUCK;
     if (core_has_posted(f, entry->peer)) return LATE; /* its message is behind theirs */
-    const char *payload = awaited(f, link, ring, !f->state->receives_ahead, &frame);
+    const char *payload = awaited(f, link, ring, !f->state->calls_ahead, &frame);
     if (!payload) return frame.kind ? STUCK : LATE; /* corrupt: the ordinary path has the error */
     if (frame.kind == SHORT) return core_receive_short(f, entry, link, ring, &frame, payload, data, nbytes);
-    if (frame.kind != OFFER || !is_for(entry, &frame) || !nbytes || core_has_posted(f, -1)) return STUCK;
-    return receive_long(f, entry, link, ring, &frame, data, nbytes, begun);
+    if (frame.kind != OFFER || !is_for(entry, &frame) || !nbytes) return STUCK;
+    if (frame.nbytes && (f->state->calls_ahead || core_has_posted(f, -1)) && core_reads_all(f->segment)) return LATE;
+    return core_has_posted(f, -1) ? STUCK : receive_long(f, entry, link, ring, &frame, data, nbytes, begun);
 }

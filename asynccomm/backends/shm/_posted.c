@@ -1,12 +1,11 @@
-/* Receives that are posted before their messages come, as by a program whose ranks receive and send at once.
+/* Messages that are posted before the other rank comes, as by a program whose ranks receive and send at once.
  *
- * A receive of a short message stays here, as a HeldCall in `posted` of the RankPosition, until a task awaits it, and the
- * message is received here, too. Whatever else looks at messages is Python, and takes all that are posted over first: the
- * engine, which the event loop calls soon after a receive was posted. While any are posted, no message is pending in Python.
+ * A receive of a short message, or of one that can be read by single copy, and a send of such a one, stay here, as HeldCalls in
+ * `posted` of the RankPosition, until a task awaits one of them. Their frames are taken here, too, also while a long message is
+ * being sent. Anything else that looks at messages is Python, and takes all that are posted over first: the engine, which the
+ * event loop calls soon after a message was posted. While any are posted, no message is pending in Python.
  */
 #include "_fast_path.h"
-
-enum { MOST_POSTED = 64 };
 
 static HeldCall *posted_at(const FastPath *f, Py_ssize_t k) { return (HeldCall *)PyList_GetItem(f->state->posted, k); }
 
@@ -23,16 +22,17 @@ int core_has_posted(const FastPath *f, int peer)
 
 /* ---- posting ------------------------------------------------------------------------------------------------------ */
 
-/* Whether a receive may wait here. Runs no Python code. */
+/* Whether a message may wait here. Runs no Python code. */
 static int may_wait(const FastPath *f, const Entry *entry)
 {
     const RankPosition *state = f->state;
-    if (state->dead || state->adopting || state->messages || state->kept || f->segment->links[entry->peer]->gone) return 0;
-    if (f->counts->closed || f->counts->detours || f->counts->noted_calls || entry->size > f->short_bytes) return 0;
+    if (state->dead || (state->adopting && !entry->sends) || state->messages || state->kept || f->segment->links[entry->peer]->gone) return 0;
+    if (f->counts->closed || f->counts->detours || f->counts->noted_calls) return 0;
+    if (entry->size > f->short_bytes && !core_reads_all(f->segment)) return 0;
     return f->driver != Py_None && state->posted && posted_count(f) < MOST_POSTED;
 }
 
-/* Number a receive and enter it in the lists; -1 with an exception. */
+/* Number a message and enter it in the lists; -1 with an exception. */
 static int enter(FastPath *f, const Entry *entry, HeldCall *held)
 {
     WorkState *work = held->work;
@@ -49,8 +49,8 @@ static int enter(FastPath *f, const Entry *entry, HeldCall *held)
     return 0;
 }
 
-PyObject *core_post_receive(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
-                            PyObject *site, double started)
+PyObject *core_post_message(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
+                            PyObject *site, double started, const BegunMessage *begun)
 {
     PyObject *work = NULL;
     if (core_is_in_loop(f) <= 0 || !may_wait(f, entry)) return NULL;
@@ -59,6 +59,7 @@ PyObject *core_post_receive(FastPath *f, Entry *entry, const Tensors *tensors, c
         Py_XDECREF((PyObject *)held);
         return NULL;
     }
+    if (entry->sends) held->begun = *begun;
     if (may_wait(f, entry) && !enter(f, entry, held)) { /* Python code has run meanwhile */
         PyObject *none = PyObject_CallNoArgs(f->arm);
         Py_XDECREF(none);
@@ -69,21 +70,46 @@ PyObject *core_post_receive(FastPath *f, Entry *entry, const Tensors *tensors, c
     return work;
 }
 
-/* ---- receiving ---------------------------------------------------------------------------------------------------- */
+/* ---- frames ---------------------------------------------------------------------------------------------------- */
 
-/* Settle a receive, which has left the list; -1 with an exception. */
-static int settle(FastPath *f, HeldCall *held)
+int core_settle_posted(FastPath *f)
 {
-    held->work->source = PyLong_FromLong(held->entry->peer);
-    PyObject *settled = held->work->source ? PyObject_CallMethod((PyObject *)held->work, "settle", NULL) : NULL;
-    Py_XDECREF(settled);
-    int failed = !settled || PySet_Discard(f->waited, (PyObject *)held->work) < 0;
-    if (failed) core_break_comm(f);
+    int failed = 0, count = f->unsettled_count;
+    HeldCall *done[MOST_POSTED];
+    memcpy(done, f->unsettled, (size_t)count * sizeof *done);
+    f->unsettled_count = 0; /* the program may call again meanwhile */
+    for (int k = 0; k < count; k++) {
+        WorkState *work = done[k]->work;
+        if (!failed && !work->done) { /* else the comm has failed */
+            if (!done[k]->entry->sends) work->source = PyLong_FromLong(done[k]->entry->peer);
+            PyObject *settled = PyErr_Occurred() ? NULL : PyObject_CallMethod((PyObject *)work, "settle", NULL);
+            Py_XDECREF(settled);
+            failed = !settled || PySet_Discard(f->waited, (PyObject *)work) < 0;
+            if (failed) core_break_comm(f);
+        }
+        Py_DECREF((PyObject *)done[k]);
+    }
     return failed ? -1 : 0;
 }
 
-/* Receive the next message of a peer: DONE; ASKED: Python has to; -1 with an exception. */
-static int receive_from(FastPath *f, int peer)
+/* Take a frame for a posted message: DONE if the message is done, else ASKED. */
+static int take(FastPath *f, HeldCall *held, LinkState *link, Ring *ring, const Frame *frame, const char *payload)
+{
+    const Entry *entry = held->entry;
+    const Held *tensor = &held->tensors[0];
+    if (held->work->done || f->unsettled_count == MOST_POSTED || !core_has_memory(f, held)) return ASKED;
+    if (frame->kind == CLEAR) {
+        free_frame(f->segment, link, ring, entry->peer, frame->nbytes);
+        if (frame->extra == HAS_READ) return DONE;
+        return core_send_cleared(f, entry, tensor->data, (uint64_t)tensor->nbytes, &held->begun) == DONE ? DONE : ASKED;
+    }
+    int received = (frame->kind == OFFER ? core_read_offered : core_receive_short)(f, entry, link, ring, frame, payload, tensor->data,
+                                                                                  (uint64_t)tensor->nbytes);
+    return received == DONE ? DONE : ASKED;
+}
+
+/* Take the next frame of a peer; as core_progress_posted. */
+static int take_from(FastPath *f, int peer)
 {
     LinkState *link = f->segment->links[peer];
     Ring *ring = ring_of(f->segment, peer, f->segment->rank);
@@ -92,41 +118,40 @@ static int receive_from(FastPath *f, int peer)
     if (!payload) return ASKED; /* the ring is corrupt */
     for (Py_ssize_t k = 0; k < posted_count(f); k++) {
         HeldCall *held = posted_at(f, k);
-        const Held *tensor = &held->tensors[0];
-        if (held->entry->peer != peer || held->entry->tag != frame.tag) continue;
-        if (held->work->done || !core_has_memory(f, held)) return ASKED;
-        if (core_receive_short(f, held->entry, link, ring, &frame, payload, tensor->data, (uint64_t)tensor->nbytes) != DONE)
-            return ASKED;
+        int sends = held->entry->sends;
+        if (held->entry->peer != peer || sends != (frame.kind == CLEAR)) continue;
+        if (sends ? held->begun.ident != frame.ident : held->entry->tag != frame.tag) continue;
+        if (take(f, held, link, ring, &frame, payload) != DONE) return ASKED;
         Py_INCREF((PyObject *)held);
-        int failed = PyList_SetSlice(f->state->posted, k, k + 1, NULL);
-        if (failed) core_break_comm(f);
-        else failed = settle(f, held);
-        Py_DECREF((PyObject *)held);
-        return failed ? -1 : DONE;
+        f->unsettled[f->unsettled_count++] = held;
+        if (!PyList_SetSlice(f->state->posted, k, k + 1, NULL)) return DONE;
+        core_break_comm(f);
+        PyErr_Clear();
+        return ASKED;
     }
-    return ASKED; /* for a receive that is not posted yet */
+    return ASKED; /* for a message that is not posted yet */
 }
 
-/* Receive one message: DONE; STUCK: none has come; ASKED: Python has to; -1 with an exception. */
-static int receive_one(FastPath *f)
+int core_progress_posted(FastPath *f)
 {
     if (f->state->messages || f->state->kept || f->state->dead || PySet_Size(f->waited)) return ASKED;
     for (Py_ssize_t k = 0; k < posted_count(f); k++) {
         int peer = posted_at(f, k)->entry->peer;
         Ring *ring = ring_of(f->segment, peer, f->segment->rank);
-        if (atomic_load_explicit(&ring->head, memory_order_acquire) != f->segment->links[peer]->tail) return receive_from(f, peer);
+        if (atomic_load_explicit(&ring->head, memory_order_acquire) != f->segment->links[peer]->tail) return take_from(f, peer);
     }
     return STUCK;
 }
 
-/* Receive until a Work is done: DONE; STUCK: its message does not come soon; ASKED; -1 with an exception. */
-static int receive_until(FastPath *f, const WorkState *work)
+/* Take frames until a Work is done: DONE; STUCK: the other rank does not come soon; ASKED; -1 with an exception. */
+static int go_on_until(FastPath *f, const WorkState *work)
 {
     Spin spin = {0, 0, 0};
     double began = monotonic();
     for (;;) {
-        int result = receive_one(f);
-        if (work->done && result >= 0) {
+        int result = core_progress_posted(f);
+        if (core_settle_posted(f)) return -1;
+        if (work->done) {
             f->state->message_wait = monotonic() - began;
             return DONE;
         }
@@ -143,8 +168,8 @@ PyObject *FastPath_before_await(PyObject *self, PyObject *object)
     int result = ASKED, may = core_has_posted(f, -1) ? core_may_send(f) : 0;
     if (may < 0) return NULL;
     if (may) {
-        if (work->seq + 1 == f->counts->messages) f->state->receives_ahead = 0;
-        result = receive_until(f, work);
+        if (work->seq + 1 == f->counts->messages && work->seq == (long long)f->state->alone) f->state->calls_ahead = 0;
+        result = go_on_until(f, work);
         core_unlock(f->lock);
     }
     if (result < 0) return NULL;

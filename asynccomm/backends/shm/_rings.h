@@ -8,6 +8,7 @@
 
 enum { LINE = 64, FRAME_HEADER = 32 };
 enum { PADDING = 1, SHORT = 2, OFFER = 3, CLEAR = 4, DATA = 5 }; /* kinds of frames, as in rings.py and endpoint.py */
+enum { HAS_READ = 1 }; /* `extra` of a CLEAR: the receiver has read the message at the address in the OFFER */
 
 /* The head counts the bytes written, the tail the bytes read. */
 typedef struct {

@@ -476,6 +476,14 @@ static PyObject *HeldCall_places(PyObject *self, void *Py_UNUSED(closure))
     return places;
 }
 
+/* run: (ident, cleared, moved) of a send, which has begun */
+static PyObject *HeldCall_run(PyObject *self, void *Py_UNUSED(closure))
+{
+    const HeldCall *held = (HeldCall *)self;
+    if (held->entry->peer < 0 || !held->entry->sends) Py_RETURN_NONE;
+    return core_begun_message(&held->begun);
+}
+
 static PyObject *HeldCall_op(PyObject *self, void *Py_UNUSED(closure))
 {
     PyObject *op = ((HeldCall *)self)->entry->op;
@@ -517,7 +525,7 @@ static PyMemberDef held_members[] = {
     {"arguments", T_OBJECT, offsetof(HeldCall, arguments), READONLY, NULL}, {"work", T_OBJECT, offsetof(HeldCall, work), READONLY, NULL},
     {NULL, 0, 0, 0, NULL}};
 static PyGetSetDef held_properties[] = {
-    {"places", HeldCall_places, NULL, NULL, NULL}, {"op", HeldCall_op, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+    {"places", HeldCall_places, NULL, NULL, NULL}, {"run", HeldCall_run, NULL, NULL, NULL}, {"op", HeldCall_op, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot held_slots[] = {
     {Py_tp_dealloc, (void *)HeldCall_dealloc}, {Py_tp_traverse, (void *)HeldCall_traverse}, {Py_tp_clear, (void *)HeldCall_clear},
     {Py_tp_members, held_members}, {Py_tp_getset, held_properties}, {0, NULL}};

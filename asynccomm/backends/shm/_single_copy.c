@@ -85,16 +85,12 @@ int core_reads_all(Segment *s)
     return 1;
 }
 
-int core_read(Run *run, int rank, char *to, const char *from, size_t n)
+int core_read(const Segment *s, int rank, char *to, const char *from, size_t n)
 {
-    const Process *process = &run->segment->processes[rank];
+    const Process *process = &s->processes[rank];
     while (n) {
         ssize_t got = read_memory(process->pid, to, from, n);
-        if (got <= 0 && errno == ESRCH) return STUCK; /* it is lost, which the engine will find */
-        if (got <= 0) {
-            if (!core_withdrawn(run)) run->wrong_rank = rank, run->wrong_step = UNREADABLE;
-            return WRONG;
-        }
+        if (got <= 0) return got < 0 && errno == ESRCH ? STUCK : WRONG;
         to += got, from += got, n -= (size_t)got;
     }
     /* a number of a process is given to another one only after the end of its descriptors */

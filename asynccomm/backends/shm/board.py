@@ -48,6 +48,8 @@ class RankPosition:
 
     __slots__ = (
         "adopting",
+        "alone",
+        "calls_ahead",
         "code",
         "collective_wait",
         "dead",
@@ -59,7 +61,6 @@ class RankPosition:
         "numel",
         "op",
         "posted",
-        "receives_ahead",
         "step",
     )
 
@@ -73,15 +74,16 @@ class RankPosition:
         self.number: int = 0  #: sequence number of the current collective on the comm, for errors
         self.op: Op = Barrier()  #: the current collective, for errors
         self.messages: int = 0  #: point-to-point operations that are pending
-        self.posted: list[HeldCall] = []  #: receives that only the fast path knows of, in their order
+        self.posted: list[HeldCall] = []  #: messages that only the fast path knows of, in their order
         self.kept: int = 0  #: messages that have arrived, and that no receive was posted for
         #: seconds that the last small collective that C did not end has waited, and the last message that C did not end
         #: in its call (``spinning.waited``)
         self.collective_wait: float = 0.0
         self.message_wait: float = 0.0
         self.dead: bool = False  #: nothing is submitted any more
-        #: whether the program calls receives ahead of other messages: waiting inside such a call would be in vain
-        self.receives_ahead: bool = False
+        #: whether the program calls messages while others are pending: waiting inside such a call would be in vain
+        self.calls_ahead: bool = False
+        self.alone: int = 0  #: number of the last message that was called while no other was pending
         self.adopting: bool = False  #: C has begun a message that no submission stands for yet
 
 

@@ -10,7 +10,9 @@ A long message, or a short message beyond the limit, uses the rendezvous protoco
 (RTS), the receiver answers CLEAR (CTS) when the message is matched, and the sender streams DATA frames as the ring has
 room, round-robin with its other messages to the same rank. Where C is in use, ``_rings.c`` writes and reads the DATA
 frames of memory in one piece (``MessagePart``), without the GIL. While no other message of the comm is pending,
-``_messages.c`` runs the whole protocol in the calls, and hands a message over that is not done after a spin.
+``_messages.c`` runs the whole protocol in the calls, and hands a message over that is not done after a spin. Its OFFER
+also has the address of the message, in the payload of the frame; a receiver in C may read the message there (single
+copy), and then says so in its CLEAR, which ends the message.
 
 First frames of messages leave in the order of the calls, which gives the order per pair of ranks and tag. Tags share
 the ring, and nothing else.
@@ -43,6 +45,7 @@ FRAME: Final = 256 << 10
 MOST_OFFERS: Final = 1 << 20  # unmatched offers of one rank: some 300 bytes each
 
 SHORT, OFFER, CLEAR, DATA = 2, 3, 4, 5  # kinds of frames; 1 is padding
+HAS_READ: Final = 1  # ``extra`` of a CLEAR: the receiver has read the message itself
 _IDENTS = 1 << 32  # the ids of offers wrap around at this number
 
 
@@ -227,12 +230,16 @@ class Link:
             message.pieces.skip(moved)
             message.left -= moved
 
-    def clear_came(self, ident: int) -> None:
-        """Handle the peer's CLEAR for an offered message."""
+    def clear_came(self, ident: int, has_read: bool = False) -> None:
+        """Handle the peer's CLEAR for an offered message.
+
+        Args:
+            has_read: whether the peer has read the message already (``_messages.c``).
+        """
         message = self._offered.pop(ident, None)
         if message is None:
             raise BackendError(f"rank {self.peer} is clear for message {ident}, which was not offered to it")
-        if message.nbytes:
+        if message.nbytes and not has_read:
             message.pieces = Pieces(message.parts)
             message.left = message.nbytes
             self._streams.append(message)

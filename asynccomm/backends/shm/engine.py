@@ -124,7 +124,7 @@ class Engine:
         self._dozing = False  # the progress thread may sleep until it is rung
         self._counts: CallCounts | None = None  # of the fast path's calls
         self._arming = self._arming_again = False  # calls of ``_arm`` are scheduled on the loop
-        self._received: Callable[[HeldCall], Submission] | None = None  # see ``DirectCalls``
+        self._posted: Callable[[HeldCall], Submission] | None = None  # see ``DirectCalls``
 
     # -- from the comm ------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Engine:
 
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         """See ``Backend.fast_path``."""
-        self._counts, self._received = calls.counts, calls.received
+        self._counts, self._posted = calls.counts, calls.posted
         limits = Limits(self.inline_bytes, self._whole_bytes, self.patience)
         queues = self._queue, self._inbox
         return fast_path(
@@ -168,8 +168,9 @@ class Engine:
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if the last wait was short."""
-        if work.op.p2p and self._counts is not None and work.seq + 1 == self._counts.messages:
-            self._position.receives_ahead = False
+        counts, position = self._counts, self._position
+        if work.op.p2p and counts is not None and work.seq + 1 == counts.messages and work.seq == position.alone:
+            position.calls_ahead = False
         short = self._last_wait(work.op) <= SHORT_WAIT_SECONDS
         if short and self.patience and not (self._large or self._waited):
             self._spin(work)
@@ -341,17 +342,17 @@ class Engine:
         return moved and not self._position.dead
 
     def _take_posted(self) -> None:
-        """Submit the receives that the fast path has posted.
+        """Submit the messages that the fast path has posted.
 
         While the lock is held, the fast path does not look at messages; so this comes before anything that does. If
-        there are posted receives without a lock, a call of ``_arm`` is on its way.
+        there are posted messages without a lock, a call of ``_arm`` is on its way.
         """
         posted = self._position.posted[:]
         self._position.posted.clear()
-        assert self._received is not None
+        assert self._posted is not None
         for held in posted:
             if not held.work.done():  # else the comm has failed
-                self._messages.submit(self._received(held))
+                self._messages.submit(self._posted(held))
 
     def _comes_first(self) -> bool:
         """Whether there is something to do before C may wait."""

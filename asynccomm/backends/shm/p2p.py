@@ -29,6 +29,7 @@ from asynccomm.backends.shm.board import RankPosition
 from asynccomm.backends.shm.endpoint import (
     CLEAR,
     DATA,
+    HAS_READ,
     OFFER,
     SHORT,
     Kept,
@@ -277,7 +278,7 @@ class Messages:
                 elif kind == OFFER:
                     self._offer_came(link, tag, Offer(extra, length, ident))
                 elif kind == CLEAR:
-                    link.clear_came(ident)
+                    link.clear_came(ident, extra == HAS_READ)
                 else:
                     raise BackendError(f"the message ring from rank {link.peer} is corrupt: a frame of kind {kind}")
                 reader.free()

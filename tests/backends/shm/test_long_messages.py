@@ -263,13 +263,13 @@ async def test_receives_are_waited_for_in_the_call_if_the_program_awaits_them_ne
         for _ in range(2):
             work = own.recv(torch.empty(1), 1)
             await own.send(torch.ones(1), 1)
-            assert position.receives_ahead
+            assert position.calls_ahead
             await work
-            assert position.receives_ahead
+            assert position.calls_ahead
         work = own.recv(torch.empty(1), 1)
         waiting = asyncio.ensure_future(work)
         await asyncio.sleep(0)  # the task awaits it
-        assert not position.receives_ahead
+        assert not position.calls_ahead
         await comm.barrier()
         await waiting
 

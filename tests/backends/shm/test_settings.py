@@ -25,8 +25,9 @@ def test_defaults() -> None:
 
 
 def test_values_are_taken() -> None:
-    settings = Settings.of({"chunk_bytes": "4096", "message_bytes": "8192", "inline_bytes": "0", "whole_bytes": "0"})
-    assert settings.as_dict() == {"chunk_bytes": 4096, "message_bytes": 8192, "inline_bytes": 0, "whole_bytes": 0}
+    values = {"chunk_bytes": 4096, "message_bytes": 8192, "inline_bytes": 0, "single_copy": 0, "whole_bytes": 0}
+    settings = Settings.of({name: str(value) for name, value in values.items()})
+    assert settings.as_dict() == values
 
 
 def test_whole_reductions_are_limited_by_the_chunk() -> None:
