@@ -79,10 +79,9 @@ int core_send_cleared(const FastPath *f, const Entry *entry, char *data, uint64_
 static int cleared(FastPath *f, LinkState *link, Ring *back, uint32_t ident, Frame *clear)
 {
     Spin spin = {0, 0, 0};
-    int posted = core_has_posted(f, -1);
-    if (f->state->calls_ahead && !posted) return LATE; /* the other rank sends first, too: waiting would be in vain */
+    if (f->state->calls_ahead && !core_has_posted(f, -1)) return LATE; /* the other rank sends first, too: waiting would be in vain */
     for (;;) {
-        int result = STUCK;
+        int result = STUCK, posted = core_has_posted(f, -1);
         if (atomic_load_explicit(&back->head, memory_order_acquire) != link->tail) {
             if (!next_frame(f->segment, link, back, clear)) return ASKED; /* corrupt */
             if (clear->kind == CLEAR && clear->ident == ident) return DONE;
