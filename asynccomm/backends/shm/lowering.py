@@ -170,13 +170,16 @@ def _parcels(executor: Executor, submission: Submission, whole: int) -> Progress
 
 def _all_to_all(executor: Executor, submission: Submission, whole: int) -> Lowered:
     board = executor.board
-    sends, receives, operands, lands, owners = exchange(board, submission)
+    sends, receives, vectors, lands, owners = exchange(board, submission)
     room = room_per_reader(board.chunk, board.size)
-    single_copy = _single_copy(board.size, AllToAll, sum(sends))
+    # in place, a rank writes where others may still read
+    apart = all(vectors[rank] != vectors[board.size + rank] for rank in range(board.size) if sends[rank])
+    single_copy = apart and _single_copy(board.size, AllToAll, sum(sends))
     compiled = executor.compiled(
-        (AllToAll, sends, receives), lambda: announced(board.rank, sends, receives, room, single_copy=single_copy)
+        (AllToAll, sends, receives, single_copy),
+        lambda: announced(board.rank, sends, receives, room, single_copy=single_copy),
     )
-    return Lowered(compiled, operands, (), lands, owners)
+    return Lowered(compiled, vectors, (), lands, owners)
 
 
 _LOWERINGS: Final[Mapping[type[Op], Callable[[Executor, Submission, int], Lowered]]] = {

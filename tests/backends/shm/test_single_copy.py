@@ -117,6 +117,34 @@ def test_nothing_is_copied_to_a_slot_and_the_owner_waits_for_its_readers(any_siz
     assert reads(world) == [1, 1]
 
 
+@pytest.mark.parametrize("n", [30, 3000])
+@pytest.mark.parametrize("first", [0, 1])
+def test_in_place(any_size: None, n: int, first: int) -> None:
+    """Of each operation, one rank goes on as far as it can before the other one reads."""
+    world = prepared()
+    gathered = [torch.full((2 * n,), -1.0) for _ in range(2)]
+    swapped, listed = ([torch.arange(2.0 * n) + 10_000 * rank for rank in range(2)] for _ in range(2))
+    for rank in range(2):
+        gathered[rank][rank * n : (rank + 1) * n] = torch.arange(n) + 10_000.0 * rank
+    pairs = [list(tensor.chunk(2)) for tensor in listed]
+    calls = [
+        [ops.AllGatherSingle.of(g, gathered[g.rank], gathered[g.rank].chunk(2)[g.rank]) for g in groups(2)],
+        [ops.AllToAllSingle.of(g, swapped[g.rank], swapped[g.rank]) for g in groups(2)],
+        [ops.AllToAll.of(g, pairs[g.rank], pairs[g.rank]) for g in groups(2)],
+    ]
+    for seq, row in enumerate(calls):
+        running = [start(each, submission(call, seq), 0) for each, call in zip(world, row, strict=True)]
+        for turn in (running[first], running[1 - first]) * 3:
+            for _ in range(5):
+                next(turn, None)
+        finish(running)
+    for rank, mine in enumerate((slice(0, n), slice(n, 2 * n))):
+        whole = torch.arange(2.0 * n)
+        assert torch.equal(gathered[rank], torch.cat([whole[:n], whole[:n] + 10_000]))
+        for exchanged in (swapped[rank], listed[rank]):
+            assert torch.equal(exchanged, torch.cat([whole[mine], whole[mine] + 10_000]))
+
+
 @pytest.mark.parametrize("word", [Word.SECRET, Word.PROCESS, Word.SECRET_AT])
 def test_a_rank_whose_memory_cannot_be_read_is_not_read(any_size: None, word: Word) -> None:
     world = executors(2, kind="single copy")
