@@ -252,7 +252,7 @@ class _StandIn:
     def note_deadline(self, queue: object, work: Work[Any]) -> None:
         raise AssertionError("a lane holds no calls")
 
-    def received(self, held: object) -> Any:
+    def posted(self, held: object) -> Any:
         raise AssertionError("a lane posts no receives")
 
     def fused(self, held: object) -> Any:
