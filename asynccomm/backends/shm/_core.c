@@ -379,7 +379,7 @@ static int agree(Run *run, const Stage *stage)
         if (steps > most) most = steps;
         core_borrow_part(run, rank, header[ADDRESS]);
     }
-    run->steps = (uint32_t)most;
+    run->steps = (uint32_t)most, run->agreed = 1;
     s->position->step += most - p->steps;
     return MOVED;
 }
@@ -410,7 +410,7 @@ static int ready(Run *run, const Stage *stage, uint32_t i)
                 return WRONG;
             }
         }
-        if (run->program->sends && !i) return agree(run, stage);
+        if (run->program->sends && !i) return run->agreed ? MOVED : agree(run, stage);
         for (int k = 0; k < stage->waited_count && run->places && !i; k++) {
             int found = core_borrow(run, stage->waited[k]);
             if (found != MOVED) return found;

@@ -168,7 +168,7 @@ typedef struct {
     uint64_t first, code, numel, history;
     Reduction *reductions;
     int wrong_rank, running;
-    char begun;     /* it has its steps */
+    char begun, agreed; /* begun: it has its steps; agreed: those of all ranks are known */
     uint32_t steps; /* those of the program, and once the sizes of all ranks are known, those of the collective */
     uint64_t wrong_step;
     uint32_t *done; /* iterations, by stage */
@@ -187,7 +187,7 @@ typedef struct {
 static inline void core_begin(Run *run, uint64_t first, uint64_t code, uint64_t numel, uint64_t history)
 {
     run->first = first, run->code = code, run->numel = numel, run->history = history;
-    run->begun = 1, run->steps = run->program->steps;
+    run->begun = 1, run->agreed = 0, run->steps = run->program->steps;
     memset(run->done, 0, (size_t)run->program->stage_count * sizeof *run->done);
 }
 
@@ -241,6 +241,9 @@ int core_add_lending(PyObject *module);
 
 /* Whether each rank can read the memory of the others, as far as this is known. */
 int core_reads_all(Segment *s);
+
+/* Whether memory of this process can be read in this way: that of devices cannot. */
+int core_is_readable(const char *address);
 
 /* Copy memory of a rank's process: MOVED; STUCK: the rank is lost; WRONG: it cannot be read. */
 int core_read(const Segment *s, int rank, char *to, const char *from, size_t n);

@@ -85,6 +85,8 @@ void core_lend(Run *run)
     int single_copy = p->single_copy && core_reads_all(run->segment);
     if (p->sends) {
         run->lends = single_copy; /* all of its data, which are in one piece each */
+        for (int part = 0; part < run->segment->size && run->lends; part++)
+            run->lends = !p->sends[part] || core_is_readable(run->vectors[part].address);
         return;
     }
     for (int side = 0; side < 2; side++) {
@@ -92,7 +94,7 @@ void core_lend(Run *run)
         if (!vector || vector->pieces) continue;
         const Extent *extent = extent_of(vector->address);
         if (extent) run->lent[side] = (Lent){extent->start, extent->nbytes, vector->address - extent->address};
-        else if (single_copy) run->lent[side] = (Lent){IN_PROCESS, 1, (int64_t)(intptr_t)vector->address};
+        else if (single_copy && core_is_readable(vector->address)) run->lent[side] = (Lent){IN_PROCESS, 1, (int64_t)(intptr_t)vector->address};
         else continue;
         run->places[rank][side] = vector->address, run->lends = 1;
     }

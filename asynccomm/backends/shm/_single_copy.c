@@ -85,6 +85,12 @@ int core_reads_all(Segment *s)
     return 1;
 }
 
+int core_is_readable(const char *address)
+{
+    char byte;
+    return read_memory(getpid(), &byte, address, 1) == 1;
+}
+
 int core_read(const Segment *s, int rank, char *to, const char *from, size_t n)
 {
     const Process *process = &s->processes[rank];

@@ -347,12 +347,14 @@ class Engine:
         While the lock is held, the fast path does not look at messages; so this comes before anything that does. If
         there are posted messages without a lock, a call of ``_arm`` is on its way.
         """
-        posted = self._position.posted[:]
-        self._position.posted.clear()
+        position = self._position
+        posted, adopting = position.posted[:], position.adopting
+        position.posted.clear()
         assert self._posted is not None
         for held in posted:
             if not held.work.done():  # else the comm has failed
                 self._messages.submit(self._posted(held))
+        position.adopting = adopting  # of a later message, which C has begun in another thread
 
     def _comes_first(self) -> bool:
         """Whether there is something to do before C may wait."""

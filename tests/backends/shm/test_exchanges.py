@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +24,7 @@ from asynccomm import (
     new_comm,
 )
 from asynccomm.backends.shm.layout import Word
+from asynccomm.comm.submission import Submitter
 from asynccomm.core.native import CoreUnavailable, load_core
 from tests.waiting import until
 
@@ -232,6 +235,42 @@ async def test_the_end_of_a_comm_ends_a_posted_send(end: str) -> None:
         with pytest.raises(BrokenError):
             await comm.recv(torch.zeros(1), 0, tag=5, timeout=30)
     await comm.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_a_thread_takes_posted_sends_over_while_another_send_is_handed_over() -> None:
+    """The answer to the latter may come meanwhile."""
+    async with readers({"spin_us": "0"}) as (comm, _):
+        count = 65  # more than may be posted: the last one is handed over
+        values = [torch.full((LONG,), float(k)) for k in range(count)]
+        if comm.rank == 1:
+            await comm.barrier()
+            for value in values:
+                assert (await comm.recv(torch.empty(LONG), 0)).eq(value).all()
+            return
+        engine: Any = comm.unsafe_get_backend()._engine  # type: ignore[attr-defined]
+        position = engine._position
+        works: list[Any] = []
+        waiting = threading.Thread(target=lambda: works[0].wait())
+        work = Submitter._work
+
+        def interrupted(*args: Any) -> Any:
+            assert position.adopting
+            waiting.start()
+            while position.messages < count - 1 or engine._lock.locked():
+                time.sleep(0.001)  # the loop must not run
+            assert position.adopting
+            return work(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            for k, value in enumerate(values):
+                if k == count - 1:
+                    patch.setattr(Submitter, "_work", interrupted)
+                works.append(comm.send(value, 1))
+        assert not position.adopting
+        await comm.barrier()
+        await asyncio.gather(*works)
+        await asyncio.to_thread(waiting.join)
 
 
 @pytest.mark.ranks(2)

@@ -1,5 +1,7 @@
 """Single copy: tensors that ranks read directly from the memory of another process, by ``process_vm_readv``."""
 
+import ctypes
+import mmap
 import os
 import random
 import signal
@@ -167,6 +169,26 @@ def test_an_address_that_cannot_be_read_fails_the_reader(any_size: None) -> None
     board._words[board.layout.record((board.state.step - 1) % 4, 0) + RecordWord.INLINE + 2] = 64
     with pytest.raises(BackendError, match=r"the tensor that rank 0 lends for all_gather_single.* cannot be read"):
         finish(generators[1:])
+
+
+def test_memory_that_the_kernel_does_not_copy_is_not_lent(any_size: None) -> None:
+    """As that of some devices."""
+    fd = ctypes.CDLL(None).syscall(447, 0)  # memfd_secret
+    if fd < 0:
+        pytest.skip("the kernel has no memory of this kind")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    memory = mmap.mmap(fd, mmap.PAGESIZE)
+    os.close(fd)
+    world = prepared()
+    secret = torch.frombuffer(memory, dtype=torch.int64, count=100).copy_(torch.arange(100))
+    outputs, ordinary = [torch.zeros(200, dtype=torch.int64) for _ in range(4)], torch.arange(100) + 1000
+    calls = [
+        [ops.AllGatherSingle.of(g, outputs[g.rank], (secret, ordinary)[g.rank]) for g in groups(2)],
+        [ops.AllToAll.of(g, list(outputs[2 + g.rank].chunk(2)), [(secret, ordinary)[g.rank]] * 2) for g in groups(2)],
+    ]
+    for seq, row in enumerate(calls):
+        finish([start(each, submission(call, seq), 0) for each, call in zip(world, row, strict=True)])
+    assert all(torch.equal(output, torch.cat([secret, ordinary])) for output in outputs)
 
 
 def test_a_tensor_in_a_process_is_not_reduced(any_size: None) -> None:
