@@ -29,9 +29,13 @@ from asynccomm.core.native import CoreUnavailable, load_core
 from tests.waiting import until
 
 from .paths import Paths, counted
+from .reading import needs_reading
 from .test_posted_receives import posted
 
-pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
+pytestmark = [
+    needs_reading,
+    pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built"),
+]
 
 LONG = 300_000  # bytes: more than is sent eagerly
 Exchange = Callable[[Comm, Tensor, int, Tensor, int], Awaitable[object]]

@@ -26,6 +26,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
 from tests.sampling import examples
 
+from .reading import needs_reading
 from .test_lending import random_calls
 from .test_lowering import run_both
 from .world import executors, interleave, submission
@@ -278,6 +279,7 @@ def many_cores(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "cpu_count", lambda: 64)
 
 
+@needs_reading
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("single_copy", ["1", "0"])
 async def test_the_same_results_with_it_and_without(monkeypatch: pytest.MonkeyPatch, single_copy: str) -> None:
@@ -303,6 +305,7 @@ async def test_the_same_results_with_it_and_without(monkeypatch: pytest.MonkeyPa
         assert ever == (single_copy == "1")
 
 
+@needs_reading
 @pytest.mark.ranks(2)
 async def test_the_tensor_may_change_as_soon_as_its_operation_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     many_cores(monkeypatch)
