@@ -575,4 +575,4 @@ def test_shared_memory_of_killed_ranks_is_unlinked(launcher, until) -> None:
     started = launcher.start("run", "-n", "1", script)
     assert started.finish() == 137
     name = bytes(started.out).decode().split("segment ")[1].strip().lstrip("/")
-    assert not os.path.exists(f"/dev/shm/{name}")
+    until(lambda: not os.path.exists(f"/dev/shm/{name}"), "the end of the tracker, which unlinks it")

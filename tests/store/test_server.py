@@ -45,7 +45,7 @@ async def test_the_server_ends_with_its_last_user() -> None:
     hosted.release()
     assert not hosted.acquire()
     with pytest.raises(RendezvousError, match="refused"):
-        await StoreClient.connect("127.0.0.1", hosted.port, connect_timeout=0.05)
+        await StoreClient.connect("127.0.0.1", hosted.port, connect_timeout=1.0)
 
 
 def test_the_same_port_serves_again_at_once() -> None:
