@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, final
 
 PR_SET_PDEATHSIG = 1
-GROUP_SECONDS = 0.3  # for a dead child's helpers to clean up: multiprocessing's tracker unlinks shared memory
+GROUP_SECONDS = 2.0  # for a dead child's helpers to clean up: multiprocessing's tracker unlinks shared memory
 GROUP_POLL_SECONDS = 0.01
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, because the child must not load libraries
