@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 
-from asynccomm.cli.processes import GROUP_SECONDS, kill_group
+from asynccomm.cli.processes import GROUP_POLL_SECONDS, GROUP_SECONDS, group_exists, kill_group
 from asynccomm.errors import RendezvousError
 from asynccomm.store.server import serve
 
@@ -33,10 +33,11 @@ def main() -> int:
             groups.add(int(line))
         else:
             groups.discard(int(line))
-    if groups:
-        time.sleep(GROUP_SECONDS)
-        for group in groups:
-            kill_group(group)
+    deadline = time.monotonic() + GROUP_SECONDS
+    while any(map(group_exists, groups)) and time.monotonic() < deadline:
+        time.sleep(GROUP_POLL_SECONDS)
+    for group in groups:
+        kill_group(group)
     hosted.release()
     return 0
 
