@@ -51,7 +51,8 @@ def executor_section(system: SystemInfo) -> Section:
     core = system.module("asynccomm.core.native").load_core()
     reason = getattr(core, "reason", None)  # of CoreUnavailable
     if reason is None:
-        return Section({"shm": "C", "file": core.__file__})
+        why = system.module("asynccomm.backends.shm.single_copy").refusal()
+        return Section({"shm": "C", "file": core.__file__, "single_copy": f"no: {why}" if why else "yes"})
     text = f"collectives in shared memory run in Python: {reason}; a C compiler at installation makes them faster"
     return Section({"shm": "Python", "why": reason}, [CheckWarning(text)])
 

@@ -42,13 +42,18 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, memfd: bool) -> N
     check(probe("shared_memory", machine()), {"memfd": memfd}, [("/dev/shm has only 8.0 MiB left", not memfd)])
 
 
-def executors(load_core: Any) -> Any:
-    return {"asynccomm.core.native": SimpleNamespace(load_core=load_core)}
+def executors(load_core: Any, refusal: str = "") -> Any:
+    return {
+        "asynccomm.core.native": SimpleNamespace(load_core=load_core),
+        "asynccomm.backends.shm.single_copy": SimpleNamespace(refusal=lambda: refusal),
+    }
 
 
-def test_the_executor_in_c() -> None:
-    modules = executors(lambda: SimpleNamespace(__file__="/lib/_core.so"))
-    assert probe("executor", machine(**modules)) == Section({"shm": "C", "file": "/lib/_core.so"})
+@pytest.mark.parametrize(("refusal", "says"), [("", "yes"), ("not permitted", "no: not permitted")])
+def test_the_executor_in_c(refusal: str, says: str) -> None:
+    modules = executors(lambda: SimpleNamespace(__file__="/lib/_core.so"), refusal)
+    expected = Section({"shm": "C", "file": "/lib/_core.so", "single_copy": says})
+    assert probe("executor", machine(**modules)) == expected
 
 
 def test_the_executor_in_python_and_why() -> None:

@@ -253,7 +253,7 @@ class _StandIn:
         raise AssertionError("a lane holds no calls")
 
     def posted(self, held: object) -> Any:
-        raise AssertionError("a lane posts no receives")
+        raise AssertionError("a lane posts no messages")
 
     def fused(self, held: object) -> Any:
         raise AssertionError("a lane holds no calls")

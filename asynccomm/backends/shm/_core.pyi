@@ -140,7 +140,7 @@ class FastPath:
         """Go on, before a task waits for the Work of a message that is posted here; or have the backend do so."""
 
     def before_block(self, work: Work[Any], /) -> None:
-        """Have the backend receive, before a thread waits for such a Work."""
+        """Have the backend go on, before a thread waits for such a Work."""
 
 @final
 class HeldCall:

@@ -658,25 +658,33 @@ static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const A
     return adopted(f, run, NULL, arguments, result, site, started);
 }
 
+/* Post a send that has begun, if it is LATE; else have Python adopt the message: its Work, or NULL with an exception. */
+static PyObject *hand_over(FastPath *f, Entry *entry, int moved, const BegunMessage *begun, const Tensors *tensors,
+                           const Arguments *arguments, PyObject *result, PyObject *site, double started)
+{
+    f->state->adopting = 1; /* no thread looks at frames until Python knows of the message, or it is posted */
+    if (moved == LATE) {
+        int gc = PyGC_Disable(); /* as for `adopted` */
+        PyObject *work = core_post_message(f, entry, tensors, arguments, result, site, started, begun);
+        if (gc) PyGC_Enable();
+        if (work) f->state->adopting = 0;
+        else if (PyErr_Occurred()) core_break_comm(f);
+        if (work || PyErr_Occurred()) return work;
+    }
+    return adopted(f, NULL, begun, arguments, result, site, started);
+}
+
 /* The same for a message; NULL without an exception: it is not for this path. */
 static PyObject *send_or_receive(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments,
                                  PyObject *result, PyObject *site, double started)
 {
     BegunMessage begun;
+    PyObject *work, *type, *value, *traceback;
     int moved = (entry->sends ? core_send_message : core_receive_message)(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0], &begun);
     if (moved == STUCK) return NULL;
-    if (moved == LATE && !entry->sends) return core_post_message(f, entry, tensors, arguments, result, site, started, NULL);
-    PyObject *work = NULL, *type, *value, *traceback;
-    f->state->adopting = moved != DONE; /* no thread looks at frames until Python knows of the message, or it is posted */
-    if (moved == LATE) {
-        int gc = PyGC_Disable(); /* as for `adopted` */
-        work = core_post_message(f, entry, tensors, arguments, result, site, started, &begun);
-        if (gc) PyGC_Enable();
-        if (work) f->state->adopting = 0;
-        else if (PyErr_Occurred()) core_break_comm(f);
-    }
     if (moved == DONE) work = finish(f, entry, result, site, started);
-    else if (!work && !PyErr_Occurred()) work = adopted(f, NULL, &begun, arguments, result, site, started);
+    else if (moved == LATE && !entry->sends) work = core_post_message(f, entry, tensors, arguments, result, site, started, NULL);
+    else work = hand_over(f, entry, moved, &begun, tensors, arguments, result, site, started);
     if (!f->unsettled_count) return work;
     PyErr_Fetch(&type, &value, &traceback);
     if (core_settle_posted(f)) PyErr_Clear(); /* the comm has the error */

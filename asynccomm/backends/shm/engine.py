@@ -304,6 +304,8 @@ class Engine:
                 item = inbox.popleft()
                 if item.op.p2p:
                     self._messages.submit(item)
+                    if item.run is not None:  # here, and not for a posted send: C may have begun another one meanwhile
+                        self._position.adopting = False
                 else:
                     queue.append(item)
             while queue and (one or not self._large):
@@ -347,14 +349,12 @@ class Engine:
         While the lock is held, the fast path does not look at messages; so this comes before anything that does. If
         there are posted messages without a lock, a call of ``_arm`` is on its way.
         """
-        position = self._position
-        posted, adopting = position.posted[:], position.adopting
-        position.posted.clear()
+        posted = self._position.posted[:]
+        self._position.posted.clear()
         assert self._posted is not None
         for held in posted:
             if not held.work.done():  # else the comm has failed
                 self._messages.submit(self._posted(held))
-        position.adopting = adopting  # of a later message, which C has begun in another thread
 
     def _comes_first(self) -> bool:
         """Whether there is something to do before C may wait."""

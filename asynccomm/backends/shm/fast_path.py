@@ -81,7 +81,7 @@ def fast_path(
     Args:
         driven: whether a thread drives the engine.
         broken: called with an exception that leaves an operation half done.
-        arm: called on the loop when a receive has been posted, for the engine to take it over soon.
+        arm: called on the loop when a message has been posted, for the engine to take it over soon.
         waited: the Works that threads wait for.
         queues: operations that must be done before.
     """

@@ -152,7 +152,6 @@ class Messages:
             arrival = TensorArrival(submission)
             arrival.skip(moved)
             link.incoming[ident] = arrival
-        self._state.adopting = False
 
     def withdraw(self, receive: Submission) -> None:
         """Have the next ``progress`` finish a receive: another backend has taken its claim. From any thread."""

@@ -265,7 +265,7 @@ def announced(
     fill = [Action(Ref(Space.VECTOR, size + rank), (Ref(Space.VECTOR, rank),), own, own, own)]
 
     def part(giver: int, reader: int) -> Ref:
-        return Ref(Space.SLOT, giver, reader * room, 0, 0, room)
+        return _slot(giver, reader, room, 0)._replace(lent=0, lent_stride=room)
 
     fill += [_copy(part(rank, reader), Ref(Space.VECTOR, reader, 0, room), sends[reader], room) for reader in rest]
     take = [_copy(Ref(Space.VECTOR, size + giver, 0, room), part(giver, rank), receives[giver], room) for giver in rest]

@@ -29,8 +29,8 @@ from asynccomm.core.native import CoreUnavailable, load_core
 from tests.waiting import until
 
 from .paths import Paths, counted
-from .reading import needs_reading
 from .test_posted_receives import posted
+from .test_single_copy import needs_reading
 
 pytestmark = [
     needs_reading,

@@ -5,7 +5,11 @@ import mmap
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm import BrokenError, Comm, new_comm, ops
-from asynccomm.backends.shm import lowering
+from asynccomm.backends.shm import lowering, single_copy
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.layout import RecordWord, Word
 from asynccomm.backends.shm.lowering import start
@@ -26,12 +30,15 @@ from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
 from tests.sampling import examples
 
-from .reading import needs_reading
 from .test_lending import random_calls
 from .test_lowering import run_both
 from .world import executors, interleave, submission
 
 pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
+
+needs_reading = pytest.mark.skipif(
+    bool(why := single_copy.refusal()), reason=f"processes may not read each other's memory: {why}"
+)
 
 KINDS = ["all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "broadcast", "all_reduce"]
 EVER = range(1 << 40)
@@ -281,10 +288,10 @@ def many_cores(patch: pytest.MonkeyPatch) -> None:
 
 @needs_reading
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("single_copy", ["1", "0"])
-async def test_the_same_results_with_it_and_without(monkeypatch: pytest.MonkeyPatch, single_copy: str) -> None:
+@pytest.mark.parametrize("hint", ["1", "0"])
+async def test_the_same_results_with_it_and_without(monkeypatch: pytest.MonkeyPatch, hint: str) -> None:
     many_cores(monkeypatch)
-    async with new_comm("shm", timeout=30, hints={"single_copy": single_copy}) as comm:
+    async with new_comm("shm", timeout=30, hints={"single_copy": hint}) as comm:
         rank, size, n = comm.rank, comm.size, 150_000
         sources = [torch.arange(n, dtype=torch.float32) + each for each in range(size)]
         ever = False
@@ -302,7 +309,7 @@ async def test_the_same_results_with_it_and_without(monkeypatch: pytest.MonkeyPa
                 [torch.empty(sizes[rank]) for _ in range(size)], [sources[rank][:count] for count in sizes]
             )
             assert all(torch.equal(piece, source[: sizes[rank]]) for piece, source in zip(pieces, sources, strict=True))
-        assert ever == (single_copy == "1")
+        assert ever == (hint == "1")
 
 
 @needs_reading
@@ -324,3 +331,37 @@ async def test_the_tensor_may_change_as_soon_as_its_operation_is_done(monkeypatc
 async def test_bad_values_of_the_hint() -> None:
     with pytest.raises(ValueError, match="hint 'single_copy' must be 0 or 1, got 2"):
         await new_comm("shm", timeout=30, hints={"single_copy": "2"})
+
+
+# -- whether it is possible -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("printed", "scope", "reason"),
+    [
+        (f"{single_copy._NUMBER} Success", "1", ""),
+        ("0 Operation not permitted", "1", "Operation not permitted; {} is 1"),
+        ("0 Operation not permitted", "0", "Operation not permitted"),
+        ("0 Function not implemented", None, "Function not implemented"),
+    ],
+)
+def test_the_reason_why_it_is_not(
+    printed: str, scope: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if scope is not None:
+        (tmp_path / "scope").write_text(scope + "\n")
+    monkeypatch.setattr(single_copy, "YAMA", tmp_path / "scope")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=printed + "\n"))
+    assert single_copy.refusal() == reason.format(tmp_path / "scope")
+
+
+def test_no_process_to_try_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert single_copy.refusal().startswith("no process could try it: ")
+
+
+@needs_reading
+def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process really tries it."""
+    monkeypatch.setattr(ctypes, "addressof", lambda _: 64)
+    assert single_copy.refusal().startswith("Bad address")
