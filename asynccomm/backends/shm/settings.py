@@ -48,8 +48,6 @@ class Settings:
         """The settings from the hints. Raises ``ValueError`` naming the hint."""
         values = {key: _number(key, hints[key]) for key in asdict(cls()) if key in hints}
         settings = cls(**values)
-        if settings.single_copy > 1:
-            raise ValueError(f"hint 'single_copy' must be 0 or 1, got {settings.single_copy}")
         for key in ("chunk_bytes", "message_bytes"):
             value = getattr(settings, key)
             if value % LINE or value < 1024:
@@ -87,6 +85,7 @@ def yield_seconds(hints: Mapping[str, str]) -> float:
 
 
 def _number(key: str, text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) > MOST_BYTES:
-        raise ValueError(f"hint {key!r} must be an integer from 0 to {MOST_BYTES}, got {text!r}")
+    most = 1 if key == "single_copy" else MOST_BYTES
+    if not text.isascii() or not text.isdecimal() or int(text) > most:
+        raise ValueError(f"hint {key!r} must be an integer from 0 to {most}, got {text!r}")
     return int(text)

@@ -329,7 +329,7 @@ async def test_the_tensor_may_change_as_soon_as_its_operation_is_done(monkeypatc
 
 @pytest.mark.ranks(2)
 async def test_bad_values_of_the_hint() -> None:
-    with pytest.raises(ValueError, match="hint 'single_copy' must be 0 or 1, got 2"):
+    with pytest.raises(ValueError, match="hint 'single_copy' must be an integer from 0 to 1, got '2'"):
         await new_comm("shm", timeout=30, hints={"single_copy": "2"})
 
 
