@@ -34,7 +34,7 @@ from asynccomm.backends.shm.executor import NO_WAIT, Executor, Pace
 from asynccomm.backends.shm.fast_path import Limits, fast_path
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout, State
-from asynccomm.backends.shm.lowering import start
+from asynccomm.backends.shm.lowering import is_large, start
 from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.peer_memory import PeerMemory
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
@@ -84,7 +84,7 @@ class Engine:
         self._loop = context.mailbox.loop
         self._on_error = context.on_error
         self._worker = worker
-        self.inline_bytes: int = settings.inline_bytes  #: operations up to this size run where they are called
+        self.inline_bytes: int = settings.inline_bytes  #: larger operations are for the progress thread: ``is_large``
         self._whole_bytes = settings.whole_bytes
         self._lifecycle = RankWords(group.rank, layout, words, context.members)
         # none of these may refer to this engine: a cycle would keep the segment until the next garbage collection
@@ -132,7 +132,7 @@ class Engine:
         """Submit operations, in order, and advance them as far as possible without waiting. From any thread."""
         large = False
         for item in batch:
-            if item.nbytes > self.inline_bytes:
+            if is_large(item, self.inline_bytes):
                 self._large_in += 1
                 large = True
             self._inbox.append(item)
@@ -375,7 +375,7 @@ class Engine:
         while self._finished:
             item = self._finished.popleft()
             finished.append(item)
-            if item.nbytes <= self.inline_bytes:
+            if not is_large(item, self.inline_bytes):
                 wait = waited(item.work.started, item.nbytes)
                 if item.op.p2p:
                     self._position.message_wait = wait

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from asynccomm.backends.base import DirectCalls, FastCalls, HeldCall, Submission
 from asynccomm.backends.shm.endpoint import largest_short
 from asynccomm.backends.shm.executor import Executor
-from asynccomm.backends.shm.lowering import has_program, lowered
+from asynccomm.backends.shm.lowering import has_program, is_large, lowered
 from asynccomm.backends.shm.vectors import Operand, Scattered
 from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
 from asynccomm.core.callsite import call_site, passed_files, user_files
@@ -40,7 +40,7 @@ _TORCHS: Final = (
 class Limits(NamedTuple):
     """The settings that the fast path follows."""
 
-    inline_bytes: int  #: larger operations run on a thread
+    inline_bytes: int  #: as of ``lowering.is_large``
     whole_bytes: int  #: as of ``lowering.start``
     patience: float  #: seconds to spin for a late rank
 
@@ -182,7 +182,7 @@ def _collective(
     executor: Executor, limits: Limits, call: Call, tensors: Sequence[Tensor], result: int, kind: int
 ) -> Recipe | None:
     submission = Submission(call, None)  # type: ignore[arg-type]
-    if submission.nbytes > limits.inline_bytes or call.copies:
+    if is_large(submission, limits.inline_bytes) or call.copies:
         return None
     try:
         with torch.inference_mode(False):

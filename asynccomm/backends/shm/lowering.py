@@ -42,6 +42,8 @@ from asynccomm.ops import (
 LENT_BYTES: Final = 128 << 10
 # the same in multiples of LENT_BYTES for a large reduction, of which every rank then waits for all readers at the end
 LENT_REDUCTIONS: Final = 16
+# the root alone does a reduction that only the root gets, up to so many times ``whole_bytes``: bench/README.md
+_WHOLE_AT_ROOT: Final = 4
 # The same of tensors in any memory (single copy), in collectives in which all ranks read at once: where one rank waits
 # for another to read, the two copies by way of a slot, one on each core, are faster. Nor does the kernel store past the
 # caches, as large collectives do. Where ranks share cores, the wait for the readers costs more than the copy:
@@ -92,6 +94,13 @@ def has_program(op: Op) -> bool:
     return type(op) not in _FORMS
 
 
+def is_large(submission: Submission, inline_bytes: int) -> bool:
+    """Whether an operation is for the progress thread: copying takes half the time of reducing as many bytes."""
+    op = submission.op
+    copies = not op.p2p and op.reduction is None and has_program(op)
+    return submission.nbytes > (2 * inline_bytes if copies else inline_bytes)
+
+
 def lowered(executor: Executor, submission: Submission, whole: int) -> Lowered:
     """The program of a collective."""
     return _LOWERINGS.get(type(submission.op), _transfer)(executor, submission, whole)
@@ -116,6 +125,8 @@ def _reduce(executor: Executor, submission: Submission, whole: int) -> Lowered:
     rank, size, nbytes, takes = board.rank, board.size, source.nbytes, target is not None
     targets: list[Operand] = [] if target is None else [target]
     scratch = -1
+    if submission.op.root is not None:  # the other ranks would only wait for the root to read more
+        whole = min(_WHOLE_AT_ROOT * whole, board.chunk)
     if nbytes <= whole:
         inline = nbytes <= board.layout.inline
         targets = targets_of(target, reduction)

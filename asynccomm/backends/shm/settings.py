@@ -24,8 +24,10 @@ HINTS: Final[Mapping[str, str]] = {
     "yield_us": "microseconds of a large transfer after which its thread offers its core to others, such as the event "
     "loop, 0 for never (default 300)",
     "chunk_bytes": "bytes that a rank shares in one step of a collective (default 524288)",
-    "whole_bytes": "reductions up to this are done by every rank at once, larger ones in parts (default 262144)",
-    "inline_bytes": "operations up to this run where they are called, larger ones on a thread (default 4194304)",
+    "whole_bytes": "every rank does an all_reduce up to this at once, a root a reduce up to four times as much; larger "
+    "ones are done in parts (default 16384)",
+    "inline_bytes": "reductions and messages up to this run where they are called, and other collectives up to twice "
+    "as much; larger ones on a thread (default 4194304)",
     "single_copy": "1 to read larger tensors from the memory of the other process where the kernel allows it, 0 to "
     "copy them to shared memory first (default 1)",
     "message_bytes": "bytes of the queue between two ranks that messages go through (default 1048576)",
@@ -38,7 +40,7 @@ class Settings:
     """The settings that all ranks of a comm must share; the fields are the hints of the same names."""
 
     chunk_bytes: int = 512 << 10
-    whole_bytes: int = 256 << 10
+    whole_bytes: int = 16 << 10
     inline_bytes: int = 4 << 20
     single_copy: int = 1
     message_bytes: int = 1 << 20

@@ -15,8 +15,9 @@ from torch import Tensor
 from asynccomm import ops
 from asynccomm.backends import loopback
 from asynccomm.backends.base import Submission
+from asynccomm.backends.shm import lowering
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.lowering import start
+from asynccomm.backends.shm.lowering import is_large, start
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Call, Parcel
 from asynccomm.ops.reduce_op import ReduceOp
@@ -186,6 +187,42 @@ def test_overlapping_memory_is_cloned(n: int) -> None:
     for rank in range(size):
         want = torch.cat([b[: 2 * n][rank * n : (rank + 1) * n] for b in before])
         assert torch.equal(memory[rank][1:], want)
+
+
+@cases(
+    "kind, most",
+    [("all_reduce", 100), ("reduce_scatter_single", 50), ("send", 100), ("broadcast", 200), ("all_gather_single", 100)],
+)
+def test_messages_reductions_and_twice_as_many_bytes_of_copies_run_in_the_call(kind: str, most: int) -> None:
+    """Of 2 ranks: the output of an all_gather is of 200 bytes."""
+    group = groups_of(2)[0]
+
+    def call(n: int) -> Submission:
+        if kind == "send":
+            return submission(ops.Send.of(group, _bytes(n), 1, 0), 0)
+        return submission(make(kind, group, n, 0, ReduceOp.SUM, _bytes), 0)
+
+    assert not is_large(call(most), 100)
+    assert is_large(call(most + 1), 100)
+
+
+def _bytes(n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("n", [16, 64, 68])
+def test_a_root_does_larger_reductions_at_once_than_all_ranks(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to ``whole_bytes``, 16 here, and four times that."""
+    made: list[bool] = []
+    parts = lowering.reduced_in_parts
+    monkeypatch.setattr(lowering, "reduced_in_parts", lambda *args, **named: made.append(True) or parts(*args, **named))
+    tensors = [torch.full((n // 4,), float(rank)) for rank in range(2)]
+    run([ops.Reduce.of(group, tensors[group.rank], 0, ReduceOp.SUM) for group in groups_of(2)], whole=16)
+    assert bool(made) == (n > 64)
+    assert torch.equal(tensors[0], torch.ones(n // 4))
+    made.clear()
+    run([ops.AllReduce.of(group, tensors[group.rank], ReduceOp.SUM) for group in groups_of(2)], whole=16)
+    assert bool(made) == (n > 16)
 
 
 def run(calls: list[Call], *, chunk: int = 1024, whole: int = 512, seed: int = 4) -> list[Board]:
