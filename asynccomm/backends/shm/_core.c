@@ -15,7 +15,8 @@
 #include <structmember.h>
 #include <unistd.h>
 
-#define HOLD_BYTES (32 << 10) /* a pass over fewer bytes keeps the GIL: it takes a few microseconds */
+#define HOLD_BYTES (32 << 10)   /* a pass over fewer bytes keeps the GIL: it takes a few microseconds */
+#define READ_BEHIND (2 << 20)   /* bytes of results; the size of the larger caches that belong to one core */
 #define STREAM_BYTES (16 << 20) /* results of larger runs are stored past the caches, which they would flush */
 
 /* ---- copying ------------------------------------------------------------------------------------------------------ */
@@ -135,8 +136,9 @@ static int parse_ref(const Segment *s, Program *p, PyObject *t, const Action *ac
     ref->lent = core_number_at(t, 4, -1, INT64_MAX / 4, "lent");
     ref->lent_stride = core_number_at(t, 5, 0, INT64_MAX / 4, "lent_stride");
     if (PyErr_Occurred()) return -1;
+    int64_t bytes = action->total < action->most ? action->total : action->most;
     if (ref->lent >= 0) {
-        if (action->reduction >= 0 || ref->space != IN_SLOT) p->copies = 0;
+        if (action->reduction >= 0 && bytes * action->count > s->chunk) p->reads = 0;
         if ((ref->space != IN_SLOT && ref->space != IN_RESULT) || ref->lent_stride != action->stride) {
             PyErr_SetString(PyExc_ValueError, "a tensor is lent for a slot or a result, at the stride of the action");
             return -1;
@@ -151,7 +153,6 @@ static int parse_ref(const Segment *s, Program *p, PyObject *t, const Action *ac
     int64_t room = ref->space == IN_SLOT   ? s->chunk
                    : ref->space == IN_RESULT ? s->piece
                                              : (RECORD_WORDS - INLINE) * 8;
-    int64_t bytes = action->total < action->most ? action->total : action->most;
     if (ref->stride || ref->offset + bytes > room) {
         PyErr_Format(PyExc_ValueError, "%lld bytes at %lld do not fit in %lld", (long long)bytes, (long long)ref->offset,
                      (long long)room);
@@ -250,7 +251,7 @@ static PyObject *Segment_program(PyObject *self, PyObject *args)
     p->stages = core_zeroed(count, sizeof(Stage)), p->reach = core_zeroed(((Segment *)self)->size, sizeof *p->reach);
     int failed = !p->stages || !p->reach;
     p->stage_count = failed ? 0 : (int)count;
-    p->may_lend = lending != Py_None, p->copies = 1;
+    p->may_lend = lending != Py_None, p->reads = 1;
     for (int k = 0; k < p->stage_count && !failed; k++) {
         PyObject *item = PySequence_GetItem(stages, k);
         failed = !item || parse_stage((Segment *)self, p, item, &p->stages[k]);
@@ -259,8 +260,8 @@ static PyObject *Segment_program(PyObject *self, PyObject *args)
     for (int side = 0; side < 2 && p->may_lend && !failed; side++)
         p->lending[side] = (int)core_number_at(lending, side, -1, p->vector_count - 1, "lending"), failed = PyErr_Occurred() != NULL;
     if (p->may_lend && !failed) p->single_copy = (int)core_number_at(lending, 2, 0, 1, "single_copy"), failed = PyErr_Occurred() != NULL;
-    if (p->single_copy && !p->copies && !failed) {
-        PyErr_SetString(PyExc_ValueError, "single copy is for copies from slots");
+    if (p->single_copy && !p->reads && !failed) {
+        PyErr_SetString(PyExc_ValueError, "with single copy, the sources of a reduction fit in a chunk");
         failed = 1;
     }
     if (!failed && announced != Py_None) failed = parse_announced((Segment *)self, p, announced);
@@ -320,6 +321,12 @@ static int copy_pieces(Run *run, const Vector *vector, int64_t start, char *memo
     return MOVED;
 }
 
+/* The rank in whose process a tensor is that stands in for a slot or a result; -1: none. */
+static int owner_of(const Run *run, const Ref *ref)
+{
+    return ref->lent >= 0 && run->places && run->in_process[ref->index][ref->space == IN_RESULT] ? ref->index : -1;
+}
+
 /* Take an action: MOVED, or STUCK or WRONG, as read_lent. */
 static int act(Run *run, const Action *action, uint32_t i)
 {
@@ -329,13 +336,21 @@ static int act(Run *run, const Action *action, uint32_t i)
     if (n <= 0) return MOVED;
     if (action->reduction >= 0) {
         const Reduction *r = &run->reductions[action->reduction];
-        for (int k = 0; k < action->count; k++) run->sources[k] = place(run, &action->sources[k], i);
+        for (int k = 0; k < action->count; k++) {
+            int owner = owner_of(run, &action->sources[k]);
+            run->sources[k] = place(run, &action->sources[k], i);
+            if (owner < 0) continue;
+            char *copy = run->segment->copies + k * n;
+            int moved = read_lent(run, owner, copy, run->sources[k], n);
+            if (moved != MOVED) return moved;
+            run->sources[k] = copy;
+        }
         r->kernel(place(run, &action->to, i), run->sources, action->count, (size_t)(n / r->item), r->divisor);
         return MOVED;
     }
     const Ref *to = &action->to, *from = &action->sources[0];
     if (run->program->sends && run->lends && to->space == IN_SLOT) return MOVED; /* its readers look elsewhere */
-    int owner = from->lent >= 0 && run->places && run->in_process[from->index] ? from->index : -1;
+    int owner = owner_of(run, from);
     const Vector *target = to->space == IN_VECTOR ? &run->vectors[to->index] : NULL;
     const Vector *source = from->space == IN_VECTOR ? &run->vectors[from->index] : NULL;
     if (target && target->pieces && source && source->pieces) { /* both in pieces: by the pieces of the source */
@@ -384,6 +399,9 @@ static int agree(Run *run, const Stage *stage)
     return MOVED;
 }
 
+/* Whether tensors stand in for both the slots and the results of a rank. */
+static int lends_both(const Run *run, int rank) { return run->places && run->places[rank][0] && run->places[rank][1]; }
+
 /* Whether the flags are there that a stage waits for in iteration i: STUCK, MOVED, WRONG or ASKED. */
 static int ready(Run *run, const Stage *stage, uint32_t i)
 {
@@ -391,6 +409,8 @@ static int ready(Run *run, const Stage *stage, uint32_t i)
     uint64_t step = run->first + i;
     switch (stage->wait) {
     case WAIT_FREE:
+        if (i >= (uint32_t)s->banks && lends_both(run, s->rank))
+            return 1; /* it fills no slot, and all ranks have finished the collective before */
         if (step >= s->free_below) {
             uint64_t least = UINT64_MAX;
             for (int rank = 0; rank < s->size; rank++) {
@@ -426,6 +446,19 @@ static int ready(Run *run, const Stage *stage, uint32_t i)
         return 1;
     default: return 1;
     }
+}
+
+/* Whether a stage that reads results, all of them in the memory of other processes, has to let the stage before it get ahead,
+ * which is so by a number of steps. Results that have just been made are still in the caches of the other cores, from which
+ * reading is slow. A rank that lends less than both its tensors has no more steps ahead than there are banks. */
+static int is_early(const Run *run, const Stage *stage, uint32_t steps)
+{
+    if (stage->wait != WAIT_REDUCED || !stage->action_count || !run->in_process || steps * stage->actions[0].most >= READ_BEHIND) return 0;
+    for (int k = 0; k < stage->waited_count; k++)
+        if (!run->in_process[stage->waited[k]][1]) return 0;
+    for (int rank = 0; rank < run->segment->size; rank++)
+        if (!lends_both(run, rank)) return 0;
+    return 1;
 }
 
 static void raise_flag(Run *run, const Stage *stage, uint32_t i)
@@ -470,7 +503,7 @@ int core_pass(Run *run)
         const Stage *stage = &p->stages[k];
         uint32_t i = run->done[k];
         if (i < limit) {
-            int is_ready = ready(run, stage, i);
+            int is_ready = limit < run->steps && is_early(run, stage, limit - i) ? STUCK : ready(run, stage, i);
             if (is_ready == WRONG || is_ready == ASKED) return is_ready;
             int acted = is_ready ? MOVED : STUCK;
             for (int a = 0; a < stage->action_count && acted == MOVED; a++) acted = act(run, &stage->actions[a], i);
@@ -646,7 +679,7 @@ Run *core_new_run(Segment *segment, Program *p, PyObject *reductions, PyObject *
     int failed = !run->done || !run->vectors || !run->reductions || !run->sources;
     if (p->may_lend && !failed)
         failed = !(run->places = core_zeroed(segment->size, sizeof *run->places)) || !(run->known = core_zeroed(segment->size, 1))
-                 || !(run->in_process = core_zeroed(segment->size, 1));
+                 || !(run->in_process = core_zeroed(segment->size, sizeof *run->in_process));
     for (int k = 0; k < p->kernel_count && !failed; k++) {
         PyObject *item = PySequence_GetItem(reductions, k);
         failed = !item || parse_reduction(item, &run->reductions[k]);
@@ -691,7 +724,7 @@ static void Segment_dealloc(PyObject *self)
     Segment *s = (Segment *)self;
     for (int rank = 0; s->links && rank < s->size; rank++) Py_XDECREF((PyObject *)s->links[rank]);
     for (int rank = 0; s->borrowed && rank < s->size; rank++) free(s->borrowed[rank].extents);
-    free(s->links), free(s->bells), free(s->borrowed), free(s->processes);
+    free(s->links), free(s->bells), free(s->borrowed), free(s->processes), free(s->copies);
     Py_XDECREF(s->peers), Py_XDECREF((PyObject *)s->position);
     PyBuffer_Release(&s->memory);
     core_free(self);

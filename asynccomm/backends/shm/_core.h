@@ -71,6 +71,7 @@ typedef struct {
     struct RankPosition *position; /* of the comm, or NULL */
     Borrowed *borrowed;       /* by rank */
     Process *processes;       /* by rank, or NULL */
+    char *copies;             /* of what a reduction has read in other processes: a chunk; or NULL */
     uint64_t secret, single_copy; /* single_copy: 0 until all ranks have said whether they can read the others */
 } Segment;
 
@@ -136,7 +137,7 @@ typedef struct {
     int64_t bytes_per_step;
     Stage *stages;
     int may_lend, lending[2]; /* lending: the vectors that stand in for slots, and for results; -1: none */
-    int single_copy, copies;  /* whether a vector in any memory is lent; whether all tensors that are lent are only copied */
+    int single_copy, reads;   /* whether a vector in any memory is lent; whether this rank may read one of another */
     int64_t (*reach)[2];      /* by rank: bytes of such a tensor of that rank that are used */
     int64_t *sends, *receives, room; /* programs.Announced; sends: NULL without */
 } Program;
@@ -177,7 +178,7 @@ typedef struct {
     /* of a program that may lend; `places` is NULL otherwise */
     char *(*places)[2]; /* by rank: tensors in place of slots and of results, or NULL */
     char *known;        /* by rank: whether the tensors that it lends are known */
-    char *in_process;   /* by rank: whether its tensor is in the memory of its process, and is read by core_read */
+    char (*in_process)[2]; /* by rank: whether such a tensor is in the memory of its process, and is read by core_read */
     Lent lent[2];
     int lends, borrows; /* whether this rank lends; whether another one does */
     int asked;          /* the rank whose tensors are to be mapped */

@@ -79,7 +79,7 @@ void core_lend(Run *run)
     if (!run->places) return;
     memset(run->places, 0, (size_t)run->segment->size * sizeof *run->places);
     memset(run->known, 0, (size_t)run->segment->size);
-    memset(run->in_process, 0, (size_t)run->segment->size);
+    memset(run->in_process, 0, (size_t)run->segment->size * sizeof *run->in_process);
     memset(run->lent, 0, sizeof run->lent);
     run->lends = run->borrows = 0;
     int single_copy = p->single_copy && core_reads_all(run->segment);
@@ -123,9 +123,9 @@ int core_borrow(Run *run, int rank)
     for (int side = 0; side < 2; side++) {
         Lent lent = published(record, side);
         if (!lent.nbytes) continue;
-        if (lent.start == IN_PROCESS && run->program->copies && run->segment->processes && run->segment->processes[rank].pid) {
+        if (lent.start == IN_PROCESS && run->program->reads && run->segment->processes && run->segment->processes[rank].pid) {
             places[side] = (char *)(intptr_t)lent.offset;
-            run->in_process[rank] = 1;
+            run->in_process[rank][side] = 1;
             continue;
         }
         if (lent.start < 0 || lent.nbytes < 0 || lent.offset < 0 || lent.offset > lent.nbytes
@@ -150,7 +150,7 @@ void core_borrow_part(Run *run, int rank, uint64_t address)
 {
     if (!address || !run->places || !run->segment->processes || !run->segment->processes[rank].pid) return;
     run->places[rank][0] = (char *)(uintptr_t)address;
-    run->in_process[rank] = 1, run->borrows = 1;
+    run->in_process[rank][0] = 1, run->borrows = 1;
 }
 
 /* Have Python map an extent of a rank; -1 with an exception. */

@@ -42,6 +42,10 @@ PyObject *core_single_copy(PyObject *self, PyObject *liveness)
             return NULL;
         }
     }
+    if (!(s->copies = malloc((size_t)s->chunk))) {
+        free(processes);
+        return PyErr_NoMemory();
+    }
     s->processes = processes;
     if (random_number(&s->secret)) Py_RETURN_NONE; /* nothing is published: no rank lends */
     atomic_store_explicit(block + PROCESS, (uint64_t)getpid(), memory_order_relaxed);

@@ -45,10 +45,11 @@ LENT_REDUCTIONS: Final = 16
 # the root alone does a reduction that only the root gets, up to so many times ``whole_bytes``: bench/README.md
 _WHOLE_AT_ROOT: Final = 4
 # The same of tensors in any memory (single copy), in collectives in which all ranks read at once: where one rank waits
-# for another to read, the two copies by way of a slot, one on each core, are faster. Nor does the kernel store past the
-# caches, as large collectives do. Where ranks share cores, the wait for the readers costs more than the copy:
-# bench/hints.py
+# for another to read, the two copies by way of a slot, one on each core, are faster. So are slots in the caches for a
+# short reduction, of which a rank reads what the others have just written. Nor does the kernel store past the caches,
+# as large collectives do. Where ranks share cores, the wait for the readers costs more than the copy: bench/hints.py
 _GATHERED: Final = range(LENT_BYTES, 16 << 20)
+_REDUCED: Final = range(2 << 20, 64 << 20)
 _EXCHANGED: Final = range(LENT_BYTES, 64 << 20)
 _EXCHANGED_ON_SHARED_CORES: Final = range(4 << 20, 64 << 20)
 _NEVER: Final = range(0)
@@ -138,9 +139,13 @@ def _reduce(executor: Executor, submission: Submission, whole: int) -> Lowered:
         )
     else:
         own, lends = isinstance(source, Tensor), nbytes >= LENT_REDUCTIONS * LENT_BYTES
+        single_copy = _single_copy(size, type(submission.op), nbytes)
+        lends = lends or single_copy
         compiled = executor.compiled(
-            (AllReduce, nbytes, takes, own, lends),
-            lambda: reduced_in_parts(rank, size, nbytes, board.chunk, takes=takes, own=own, lends=lends),
+            (AllReduce, nbytes, takes, own, lends, single_copy),
+            lambda: reduced_in_parts(
+                rank, size, nbytes, board.chunk, takes=takes, own=own, lends=lends, single_copy=single_copy
+            ),
         )
     return Lowered(compiled, [source, *targets], (reduction,), lands, scratch=scratch)
 
@@ -162,6 +167,8 @@ def _single_copy(size: int, kind: type[Op], nbytes: int) -> bool:
     alone = size <= (os.cpu_count() or 1)
     if kind in (AllToAll, AllToAllSingle):
         return nbytes in (_EXCHANGED if alone else _EXCHANGED_ON_SHARED_CORES)
+    if kind is AllReduce:
+        return alone and nbytes in _REDUCED
     return kind in (AllGather, AllGatherSingle) and alone and nbytes in _GATHERED
 
 

@@ -23,8 +23,8 @@ A rank *lends* its tensor if that lies in memory that the others can read (``are
 rank's slots, or its results. With its first step the rank publishes where the tensor lies, and each reader reads there
 in place of the slot; copies from the tensor to the slot, and back, are left out. Only the owner writes a tensor, and
 its collective ends when all ranks have finished reading (``Wait.READ``). Each rank lends or does not lend for itself,
-so all ranks have the same steps in any case. *Single copy* lends a tensor in any memory of the rank's process, for
-slots that are only copied: the kernel copies it (``_single_copy.c``), and the rank publishes its address.
+so all ranks have the same steps in any case. *Single copy* lends a tensor in any memory of the rank's process: the
+kernel copies it (``_single_copy.c``), and the rank publishes its address.
 
 The owner of a tensor may change it as soon as its own operation has failed, perhaps while others still read. It has
 set its word ``WITHDRAWN`` before; and a rank that has used lent tensors, or results that other ranks have made of them,
@@ -324,7 +324,9 @@ def combined(rank: int, size: int, nbytes: int, *, takes: bool, copies: bool = F
     return Part(tuple(fill), tuple(take), others(rank, size) if takes else ())
 
 
-def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, own: bool, lends: bool) -> Program:
+def reduced_in_parts(
+    rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, own: bool, lends: bool, single_copy: bool = False
+) -> Program:
     """The program of a reduction of any length; only ranks that ``take`` it get the result.
 
     The vectors: the source, then the target, which may be the source. A rank reads its part of the others' sources only
@@ -333,6 +335,7 @@ def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bo
     Args:
         own: whether this rank's own data are combined in place, and not through its slot.
         lends: whether ranks may lend their vectors; the same on all ranks.
+        single_copy: whether they are lent in any memory.
     """
     most = room_per_reader(chunk, size)
     steps = steps_for(nbytes, most * size)
@@ -372,7 +375,7 @@ def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bo
     if not lends:
         return Program(steps, tuple(stages))
     stages.append(Stage(Wait.READ, rest, (), Signal.NOTHING))
-    return Program(steps, tuple(stages), Lending(0, 1 if takes else -1))
+    return Program(steps, tuple(stages), Lending(0, 1 if takes else -1, single_copy))
 
 
 def others(rank: int, size: int) -> tuple[int, ...]:

@@ -18,14 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asynccomm import BrokenError, Comm, new_comm, ops
+from asynccomm import Comm, new_comm, ops
 from asynccomm.backends.shm import lowering, single_copy
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.layout import RecordWord, Word
 from asynccomm.backends.shm.lowering import start
+from asynccomm.backends.shm.programs import Action, Lending, Program, Ref, Signal, Space, Stage, Wait
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.errors import BackendError
-from asynccomm.ops import AllGather, AllToAll, AllToAllSingle, Broadcast
+from asynccomm.ops import AllGather, AllReduce, AllToAll, AllToAllSingle, Broadcast, Reduce
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
 from tests.sampling import examples
@@ -40,7 +41,8 @@ needs_reading = pytest.mark.skipif(
     bool(why := single_copy.refusal()), reason=f"processes may not read each other's memory: {why}"
 )
 
-KINDS = ["all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "broadcast", "all_reduce"]
+KINDS = ["all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "broadcast"]
+KINDS += ["all_reduce", "all_reduce_out", "reduce_scatter_single"]
 EVER = range(1 << 40)
 """Sizes of tensors that are lent: any."""
 
@@ -55,7 +57,7 @@ def any_size() -> Iterator[None]:
 
 def lend_any(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lowering, "LENT_BYTES", 0)
-    for name in ("_GATHERED", "_EXCHANGED", "_EXCHANGED_ON_SHARED_CORES"):
+    for name in ("_GATHERED", "_REDUCED", "_EXCHANGED", "_EXCHANGED_ON_SHARED_CORES"):
         patch.setattr(lowering, name, EVER)
 
 
@@ -78,7 +80,7 @@ def test_ranks_that_run_at_once(any_size: None, monkeypatch: pytest.MonkeyPatch)
     for seed in range(6):
         choose = random.Random(seed)
         size = choose.choice([2, 3])
-        run_both(random_calls(choose.sample(KINDS, 6), size, choose), size, chunk=1024, whole=0, choose=None)
+        run_both(random_calls(choose.sample(KINDS, 8), size, choose), size, chunk=1024, whole=0, choose=None)
 
 
 def groups(size: int) -> list[CommInfo]:
@@ -160,7 +162,8 @@ def test_a_rank_whose_memory_cannot_be_read_is_not_read(any_size: None, word: Wo
     world = executors(2, kind="single copy")
     board = world[0].board
     at = board.layout.word(1, word)
-    board._words[at] = 1 if word is Word.SECRET_AT else board._words[at] + 1
+    # no process has the greatest number: the next one may be a child, which has the same memory
+    board._words[at] = {Word.SECRET_AT: 1, Word.PROCESS: (1 << 31) - 1, Word.SECRET: board._words[at] + 1}[word]
     for _ in range(3):
         inputs, outputs, generators = gathering(world)
         finish(generators)
@@ -199,8 +202,7 @@ def test_memory_that_the_kernel_does_not_copy_is_not_lent(any_size: None) -> Non
     assert all(torch.equal(output, torch.cat([secret, ordinary])) for output in outputs)
 
 
-def test_a_tensor_in_a_process_is_not_reduced(any_size: None) -> None:
-    """A peer that claims so would have this rank read an address of its own."""
+def test_an_address_that_a_peer_claims_is_not_read_in_this_process(any_size: None) -> None:
     world = prepared()
     calls = [ops.ReduceScatterSingle.of(g, torch.zeros(100), torch.ones(200), ReduceOp.SUM) for g in groups(2)]
     generators = [start(each, submission(call, 1), 0) for each, call in zip(world, calls, strict=True)]
@@ -208,8 +210,62 @@ def test_a_tensor_in_a_process_is_not_reduced(any_size: None) -> None:
     board = world[0].board
     record = board.layout.record((board.state.step - 1) % 4, 0) + RecordWord.INLINE
     board._words[record], board._words[record + 1], board._words[record + 2] = (1 << 63) - 1, 1, 64
-    with pytest.raises(BrokenError, match=r"rank 0 lends for .* a tensor that cannot be"):
+    with pytest.raises(BackendError, match=r"the tensor that rank 0 lends for reduce_scatter_single.* cannot be read"):
         finish(generators[1:])
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_reductions_run_ahead_before_results_are_read(any_size: None, out: bool) -> None:
+    """Of more steps than there are banks, and with results whose owners write what others still read."""
+    world = prepared()
+    n = 3000
+    sources = [torch.arange(float(n)) + rank for rank in range(2)]
+    outputs = [torch.full((n,), -1.0) for _ in range(2)] if out else sources
+    want = sources[0] + sources[1]
+    calls = [ops.AllReduce.of(g, sources[g.rank], ReduceOp.SUM, *([outputs[g.rank]] if out else ())) for g in groups(2)]
+    generators = [start(each, submission(call, 1), 0) for each, call in zip(world, calls, strict=True)]
+    while next(generators[0]) or next(generators[1]):
+        if (outputs[1][:64] == want[:64]).all():
+            break
+    board = world[0].board
+    assert board._words[board.layout.word(1, Word.REDUCED)] == board.state.step, "all parts of the result come first"
+    finish(generators)
+    assert all(torch.equal(output, want) for output in outputs)
+    for rank in range(2):
+        assert not board.elements(Space.SLOT, torch.float32, board.state.step - 1, rank, 0, 1024).any(), (
+            "a slot was filled"
+        )
+
+
+def test_a_rank_that_lends_its_result_alone(any_size: None) -> None:
+    """It fills slots, so the others may not wait until all of the result is there."""
+    fd = ctypes.CDLL(None).syscall(447, 0)  # memfd_secret
+    if fd < 0:
+        pytest.skip("the kernel has no memory that cannot be lent")
+    n = 3000
+    os.ftruncate(fd, 4 * n)
+    memory = mmap.mmap(fd, 4 * n)
+    os.close(fd)
+    world = prepared()
+    sources = [torch.frombuffer(memory, dtype=torch.float32).copy_(torch.arange(n)), torch.arange(float(n))]
+    outputs = [torch.empty(n) for _ in range(2)]
+    for rank in range(2):  # the secret is on each rank once
+        swapped = sources if rank == 0 else sources[::-1]
+        calls = [ops.AllReduce.of(g, swapped[g.rank], ReduceOp.SUM, outputs[g.rank]) for g in groups(2)]
+        finish([start(each, submission(call, rank), 0) for each, call in zip(world, calls, strict=True)])
+        assert all(torch.equal(output, 2 * torch.arange(float(n))) for output in outputs)
+
+
+def test_reductions_that_do_not_fit_are_refused() -> None:
+    """The executor has room for copies of one chunk."""
+    (each, _) = executors(2, kind="single copy")
+    assert each.segment is not None
+    source, slot = Ref(Space.VECTOR, 0), Ref(Space.SLOT, 1, 0, 0, 0, 1024)
+    reduce = Action(Ref(Space.VECTOR, 1), (source, slot), 1024, 1024, 1024, 0)
+    stages = (Stage(Wait.POSTED, (1,), (reduce,), Signal.FINISH),)
+    each.segment.program(*Program(1, stages, Lending(0)))
+    with pytest.raises(ValueError, match="sources of a reduction fit in a chunk"):
+        each.segment.program(*Program(1, stages, Lending(0, single_copy=True)))
 
 
 def test_the_memory_of_a_process_that_has_ended_is_not_read(any_size: None) -> None:
@@ -262,6 +318,11 @@ def test_a_withdrawn_tensor_fails_its_reader(any_size: None) -> None:
         (AllToAllSingle, 1 << 20, 2, True),
         (AllToAllSingle, 1 << 20, 3, False),
         (AllToAll, 4 << 20, 3, True),
+        (AllReduce, 2 << 20, 2, True),
+        (AllReduce, (2 << 20) - 1, 2, False),
+        (AllReduce, 64 << 20, 2, False),
+        (AllReduce, 4 << 20, 3, False),
+        (Reduce, 4 << 20, 2, False),
         (Broadcast, 1 << 20, 2, False),
     ],
 )
@@ -310,6 +371,25 @@ async def test_the_same_results_with_it_and_without(monkeypatch: pytest.MonkeyPa
             )
             assert all(torch.equal(piece, source[: sizes[rank]]) for piece, source in zip(pieces, sources, strict=True))
         assert ever == (hint == "1")
+
+
+@needs_reading
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16], ids=str)
+async def test_reductions_have_the_same_bits_with_it_and_without(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    many_cores(monkeypatch)
+    n = (3 << 20) // dtype.itemsize + 5
+    mine = torch.randint(-100, 100, (n,), generator=torch.Generator().manual_seed(int(os.environ["RANK"]))).to(dtype)
+    results = []
+    for hint in ("1", "0"):
+        async with new_comm("shm", timeout=30, hints={"single_copy": hint}, name=f"hint {hint}") as comm:
+            for _ in range(3):
+                inplace = await comm.all_reduce(mine.clone())
+                results += [inplace, await comm.all_reduce(mine, out=torch.empty_like(mine))]
+            assert lent(comm) == (hint == "1")
+    assert all(torch.equal(each, results[0]) for each in results)
 
 
 @needs_reading
