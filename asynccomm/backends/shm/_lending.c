@@ -115,6 +115,12 @@ static Lent published(Word *record, int side)
     return (Lent){(int64_t)words[0], (int64_t)words[1], (int64_t)words[2]};
 }
 
+/* Whether a rank lends a tensor in the memory of its process, which this rank can read. */
+static int is_in_process(const Run *run, int rank, const Lent *lent)
+{
+    return lent->start == IN_PROCESS && run->program->reads && run->segment->processes && run->segment->processes[rank].pid;
+}
+
 int core_borrow(Run *run, int rank)
 {
     Word *record = record_of(run->segment, rank, run->first);
@@ -123,7 +129,7 @@ int core_borrow(Run *run, int rank)
     for (int side = 0; side < 2; side++) {
         Lent lent = published(record, side);
         if (!lent.nbytes) continue;
-        if (lent.start == IN_PROCESS && run->program->reads && run->segment->processes && run->segment->processes[rank].pid) {
+        if (is_in_process(run, rank, &lent)) {
             places[side] = (char *)(intptr_t)lent.offset;
             run->in_process[rank][side] = 1;
             continue;
@@ -154,10 +160,11 @@ void core_borrow_part(Run *run, int rank, uint64_t address)
 }
 
 /* Have Python map an extent of a rank; -1 with an exception. */
-static int map_one(Segment *s, int rank, const Lent *lent)
+static int map_one(const Run *run, int rank, const Lent *lent)
 {
+    Segment *s = run->segment;
     Borrowed *known = &s->borrowed[rank];
-    if (!lent->nbytes || mapped(s, rank, lent->start, lent->nbytes)) return 0;
+    if (!lent->nbytes || is_in_process(run, rank, lent) || mapped(s, rank, lent->start, lent->nbytes)) return 0;
     PyObject *answer = PyObject_CallMethod(s->peers, "address", "iLL", rank, (long long)lent->start, (long long)lent->nbytes);
     char *address = answer ? PyLong_AsVoidPtr(answer) : NULL;
     Py_XDECREF(answer);
@@ -182,7 +189,7 @@ int core_map(Run *run)
     if (!answer) return -1;
     if (answer == Py_True || known->count >= MOST_EXTENTS) known->count = 0;
     Py_DECREF(answer);
-    return map_one(s, rank, &lent[0]) || map_one(s, rank, &lent[1]) ? -1 : 0;
+    return map_one(run, rank, &lent[0]) || map_one(run, rank, &lent[1]) ? -1 : 0;
 }
 
 int core_withdrawn(Run *run)

@@ -340,7 +340,7 @@ def lent(comm: Comm) -> bool:
     """Whether this rank has lent a tensor in its own memory in one of its last collectives."""
     engine: Any = comm.unsafe_get_backend()._engine  # type: ignore[attr-defined]
     board = engine._board
-    return any(board.lent(comm.rank, bank)[0].start == (1 << 63) - 1 for bank in range(4))
+    return any(tensor.start == (1 << 63) - 1 for bank in range(4) for tensor in board.lent(comm.rank, bank))
 
 
 def many_cores(patch: pytest.MonkeyPatch) -> None:
@@ -390,6 +390,22 @@ async def test_reductions_have_the_same_bits_with_it_and_without(
                 results += [inplace, await comm.all_reduce(mine, out=torch.empty_like(mine))]
             assert lent(comm) == (hint == "1")
     assert all(torch.equal(each, results[0]) for each in results)
+
+
+@needs_reading
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shared", ["input", "output"])
+async def test_one_tensor_of_a_reduction_may_be_in_shared_memory(shared: str) -> None:
+    async with new_comm("shm", timeout=30) as comm:
+        n = 1 << 20
+        source, target = (
+            comm.empty(n) if shared == name and comm.rank == 1 else torch.empty(n) for name in ("input", "output")
+        )
+        for round in range(4):
+            source.fill_(comm.rank + round)
+            await comm.all_reduce(source, out=target)
+            assert target.eq(2 * round + 1).all()
+        assert lent(comm)
 
 
 @needs_reading
