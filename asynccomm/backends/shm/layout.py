@@ -10,7 +10,8 @@
     rings   per (source, destination): a queue of bytes for messages
 
 A collective runs in steps, numbered through the life of the comm. Step s uses bank s % banks, so a rank may be at most
-``banks`` steps ahead of the slowest reader. The slots of a bank are adjacent, at one stride.
+``banks`` steps ahead of the slowest reader, unless it fills no slots (``programs.Wait``). The slots of a bank are
+adjacent, at one stride.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class Wait:
     """The flags that a step of a stage waits for."""
 
     NOTHING: Final = 0
-    FREE: Final = 1  #: this rank may fill its slot
+    #: this rank may fill its slot; one that lends both its vectors fills none, and need not wait after the first steps
+    FREE: Final = 1
     POSTED: Final = 2  #: the stage's ranks have filled their slots, for the same collective
     REDUCED: Final = 3  #: the stage's ranks have filled their results
     READ: Final = 4  #: the stage's ranks have finished reading in the last step, if this rank lends tensors

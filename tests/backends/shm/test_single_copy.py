@@ -395,7 +395,8 @@ async def test_reductions_have_the_same_bits_with_it_and_without(
 @needs_reading
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("shared", ["input", "output"])
-async def test_one_tensor_of_a_reduction_may_be_in_shared_memory(shared: str) -> None:
+async def test_one_tensor_of_a_reduction_may_be_in_shared_memory(monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
+    many_cores(monkeypatch)
     async with new_comm("shm", timeout=30) as comm:
         n = 1 << 20
         source, target = (
