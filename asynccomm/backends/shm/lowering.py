@@ -46,8 +46,9 @@ LENT_REDUCTIONS: Final = 16
 _WHOLE_AT_ROOT: Final = 4
 # The same of tensors in any memory (single copy), in collectives in which all ranks read at once: where one rank waits
 # for another to read, the two copies by way of a slot, one on each core, are faster. So are slots in the caches for a
-# short reduction, of which a rank reads data that the others have just written. Nor does the kernel store past the caches,
-# as large collectives do. Where ranks share cores, the wait for the readers costs more than the copy: bench/hints.py
+# short reduction, of which a rank reads data that the others have just written. Nor does the kernel store past the
+# caches, as large collectives do. Where ranks share cores, the wait for the readers costs more than the copy:
+# bench/hints.py
 _GATHERED: Final = range(LENT_BYTES, 16 << 20)
 _REDUCED: Final = range(2 << 20, 64 << 20)
 _EXCHANGED: Final = range(LENT_BYTES, 64 << 20)
