@@ -448,9 +448,9 @@ static int ready(Run *run, const Stage *stage, uint32_t i)
     }
 }
 
-/* Whether a stage that reads results, all of them in the memory of other processes, has to let the stage before it get ahead,
- * which is so by a number of steps. Results that have just been made are still in the caches of the other cores, from which
- * reading is slow. A rank that lends less than both its tensors has no more steps ahead than there are banks. */
+/* Whether a stage that reads results, all of them in the memory of other processes, waits until the stage before it is further
+ * ahead than `steps`. Results that have just been made are still in the caches of the other cores, from which reading is slow.
+ * All ranks must lend both their tensors: any other rank fills slots, and gets no further ahead than there are banks. */
 static int is_early(const Run *run, const Stage *stage, uint32_t steps)
 {
     if (stage->wait != WAIT_REDUCED || !stage->action_count || !run->in_process || steps * stage->actions[0].most >= READ_BEHIND) return 0;

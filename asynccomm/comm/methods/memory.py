@@ -29,14 +29,14 @@ class SharedTensors(CommBase):
             await comm.all_reduce(gradient)
 
         It is a tensor like any other. On the backends ``shm`` and ``hierarchical`` other ranks of the host read it
-        directly, where collectives of other tensors copy them into shared memory first: in ``all_reduce``, ``reduce``,
-        ``all_gather``, ``broadcast``, ``gather``, ``reduce_scatter_single`` and ``all_to_all_single``, of contiguous
-        tensors and their contiguous views, of 128 KiB or more (``all_reduce`` and ``reduce``: 2 MiB or more). The
-        results have the same bits. Each rank decides for itself; ranks with and without such tensors may take part in
-        one collective. In exchange, a rank's operation ends only when the other ranks have read its tensor: a program
-        that cancels an await must not write the tensor before the Work is done. All comms of the process may use the
-        tensor, and its memory cannot be resized. Elsewhere, and on other backends, the tensor is in ordinary memory of
-        the comm's device.
+        directly, where collectives of other tensors often copy them into shared memory first: in ``all_reduce``,
+        ``reduce``, ``all_gather``, ``broadcast``, ``gather``, ``reduce_scatter_single`` and ``all_to_all_single``, of
+        contiguous tensors and their contiguous views, of 128 KiB or more (``all_reduce`` and ``reduce``: 2 MiB or
+        more). The results have the same bits. Each rank decides for itself; ranks with and without such tensors may
+        take part in one collective. In exchange, a rank's operation ends only when the other ranks have read its
+        tensor: a program that cancels an await must not write the tensor before the Work is done. All comms of the
+        process may use the tensor, and its memory cannot be resized. Elsewhere, and on other backends, the tensor is in
+        ordinary memory of the comm's device.
 
         The memory is freed with the last tensor in it; a tensor may outlive the comm. Only this process writes it. A
         tensor takes at least 64 bytes, and one of 256 KiB or more whole pages; the first access to new memory costs as
