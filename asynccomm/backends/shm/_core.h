@@ -18,6 +18,12 @@
 #define RELAX() ((void)0)
 #endif
 
+#if defined(__GNUC__)
+#define PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PREFETCH(address) ((void)(address))
+#endif
+
 static inline int64_t nanoseconds(void)
 {
     struct timespec t;
@@ -108,6 +114,7 @@ typedef struct RankPosition {
 typedef struct LinkState {
     PyObject_HEAD
     uint64_t head, taken, sent, tail, told, came, matched, next_ident;
+    uint64_t seen_matched; /* of `sent`, the bytes that the peer has matched, as last seen */
     PyObject *waiting;
     char gone;
 } LinkState;

@@ -44,52 +44,6 @@ static int hold_arguments(Arguments *arguments, PyObject *const *args, Py_ssize_
     return 1;
 }
 
-/* The method `name` of `object`, which takes no arguments; NULL with an exception. */
-static Method method_of(PyObject *object, const char *name)
-{
-    PyObject *bound = object ? PyObject_GetAttrString(object, name) : NULL;
-    Method method = {bound && PyCFunction_Check(bound) && PyCFunction_GetFlags(bound) == METH_NOARGS ? PyCFunction_GetFunction(bound) : NULL,
-                     bound ? PyUnicode_InternFromString(name) : NULL};
-    Py_XDECREF(bound);
-    return method;
-}
-
-/* The answer of a method of an object of a type of torch; NULL with an exception. */
-static PyObject *asked(Method method, PyObject *object)
-{
-    return method.function ? method.function(object, NULL) : PyObject_CallMethodObjArgs(object, method.name, NULL);
-}
-
-/* The same as a number; -1 with an exception. */
-static int64_t number_of(Method method, PyObject *object)
-{
-    PyObject *answer = asked(method, object);
-    int64_t number = answer ? PyLong_AsLongLong(answer) : -1;
-    Py_XDECREF(answer);
-    return number;
-}
-
-int core_ask_tensor(const FastPath *f, PyObject *tensor, Tensors *tensors)
-{
-    if (tensors->count == MOST_TENSORS) return 0;
-    PyObject *negative = asked(f->is_neg, tensor); /* lazily negated: the memory holds other values */
-    if (!negative) return -1;
-    Py_DECREF(negative);
-    if (negative != Py_False) return 0;
-    int64_t offset = number_of(f->storage_offset, tensor);
-    PyObject *storage = PyErr_Occurred() ? NULL : asked(f->untyped_storage, tensor);
-    int usual = storage && Py_TYPE(storage) == f->storage;
-    int64_t bytes = usual ? number_of(f->nbytes, storage) : -1; /* it may have been resized, or freed */
-    Py_XDECREF(storage);
-    if (!usual || PyErr_Occurred()) {
-        PyErr_Clear();
-        return 0;
-    }
-    tensors->offset[tensors->count] = offset, tensors->storage[tensors->count] = bytes;
-    tensors->count++;
-    return 1;
-}
-
 int core_is_tensor(const FastPath *f, PyObject *object) { return Py_TYPE(object) == f->tensor || Py_TYPE(object) == f->parameter; }
 
 int core_is_sizes(PyObject *argument)
@@ -108,37 +62,40 @@ PyObject *core_tensor_in(PyObject *argument, Py_ssize_t k)
     return PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, k) : argument;
 }
 
-/* Ask a tensor for its dtype; as core_ask_tensor. */
-static int ask_dtype(const FastPath *Py_UNUSED(f), PyObject *tensor, Tensors *tensors)
-{
-    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
-    if (!dtype) return -1;
-    Py_DECREF(dtype);
-    tensors->dtype[tensors->count++] = dtype;
-    return 1;
-}
-
-/* Ask all tensors among the arguments; as hold_arguments. */
-static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *tensors,
-                       int (*ask)(const FastPath *, PyObject *, Tensors *))
+/* Ask the tensors among the arguments, which key_of has found to be usual, for their dtypes; -1 with an exception. */
+static int ask_dtypes(const FastPath *f, const Arguments *arguments, Tensors *tensors)
 {
     tensors->count = 0;
     for (int k = 1; k < arguments->count; k++) {
         PyObject *argument = arguments->items[k];
         Py_ssize_t count = core_tensors_in(f, argument);
         for (Py_ssize_t j = 0; j < count; j++) {
-            PyObject *item = core_tensor_in(argument, j);
-            int usual = core_is_tensor(f, item) ? ask(f, item, tensors) : 0;
-            if (usual <= 0) return usual;
+            PyObject *dtype = PyObject_GetAttr(core_tensor_in(argument, j), name_dtype);
+            if (!dtype) return -1;
+            Py_DECREF(dtype);
+            tensors->dtype[tensors->count++] = dtype;
         }
     }
-    return 1;
+    tensors->with_dtypes = 1;
+    return 0;
+}
+
+/* Whether the memory that DLPack shows holds the values of a tensor, and has as many bytes: a storage may have been resized, or
+ * freed, and the values of a tensor that is lazily negated are others. */
+static int is_whole(const FastPath *f, PyObject *tensor, int64_t nbytes, int64_t item, int64_t *offset)
+{
+    const Questions *ask = &f->questions;
+    void *handle = (char *)tensor + ask->place;
+    int64_t bytes;
+    return !ask->is_negated(handle) && !ask->storage_offset(handle, offset) && !ask->storage_bytes(handle, &bytes)
+           && *offset * item + nbytes <= bytes;
 }
 
 int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors)
 {
     DLTensor found;
-    if (key->count + 2 + MOST_DIMS > MOST_WORDS || f->table->look(tensor, &found)) {
+    if (!core_is_tensor(f, tensor) || tensors->count == MOST_TENSORS || key->count + 2 + MOST_DIMS > MOST_WORDS) return 0;
+    if (f->table->look(tensor, &found)) {
         PyErr_Clear();
         return 0;
     }
@@ -151,8 +108,8 @@ int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tens
         numel *= found.shape[k];
     }
     int number = tensors->count;
-    int64_t nbytes = numel * item, offset = tensors->offset[number] * item;
-    if (!nbytes || !found.data || offset + nbytes > tensors->storage[number]) return 0;
+    int64_t nbytes = numel * item;
+    if (!nbytes || !found.data || !is_whole(f, tensor, nbytes, item, &tensors->offset[number])) return 0;
     char *data = (char *)found.data + found.byte_offset;
     int same = 0; /* the number of a tensor before in the same memory, from 1 on */
     for (int k = 0; k < number; k++) {
@@ -223,7 +180,7 @@ static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors
     return 1;
 }
 
-/* The key of a call, and the addresses of its tensors, which were asked before; as core_add_tensor. Runs no Python code. */
+/* The key of a call, and the addresses of its tensors; as core_add_tensor. Runs no Python code. */
 static int key_of(const FastPath *f, const Arguments *arguments, Key *key, Tensors *tensors)
 {
     key->words[0] = (uint64_t)(uintptr_t)arguments->items[0], key->count = 1, key->lists = 0, tensors->count = 0;
@@ -373,7 +330,7 @@ Entry *core_learn(FastPath *f, PyObject *learn, PyObject *given, const uint64_t 
 /* Have Python make a recipe of a call; -1 with an exception. */
 static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, Tensors *tensors)
 {
-    if (!tensors->with_dtypes && ask_tensors(f, arguments, tensors, ask_dtype) < 0) return -1;
+    if (!tensors->with_dtypes && ask_dtypes(f, arguments, tensors)) return -1;
     PyObject *all = core_tuple_of(arguments->items, arguments->count), *dtypes = core_tuple_of(tensors->dtype, tensors->count);
     Entry *entry = all && dtypes ? core_learn(f, f->learn, all, key->words, key->count, tensors->count, arguments->count - 1) : NULL;
     if (entry) {
@@ -727,17 +684,13 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject *
     if (result <= 0) return result < 0;
     PyObject *site = NULL, *queue = NULL;
     tensors.with_dtypes = tensors.want_dtypes = 0;
-    result = ask_tensors(f, &arguments, &tensors, core_ask_tensor);
-    if (result > 0 && !(site = core_site_of(f))) result = -1;
-    if (result > 0 && f->counts->scopes) result = core_queue_of(f, &queue);
+    if (!(site = core_site_of(f))) result = -1;
+    else if (f->counts->scopes) result = core_queue_of(f, &queue);
     if (result < 0) result = 1; /* with the exception */
     else if (result) {
         result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
-        if (!result && tensors.want_dtypes && (result = ask_tensors(f, &arguments, &tensors, ask_dtype)) > 0) {
-            tensors.with_dtypes = 1;
-            result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
-        }
-        if (result < 0) result = 1; /* with the exception */
+        if (!result && tensors.want_dtypes)
+            result = ask_dtypes(f, &arguments, &tensors) ? 1 : try_known(f, &arguments, &tensors, args, site, started, queue, work);
         if (result == 2) result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
         if (result == 2) result = 0; /* forgotten already */
     }
@@ -768,7 +721,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(waited) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(storage) DO(values) DO(scopes.queues)               \
+    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(waited) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
     DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -829,30 +782,21 @@ static DLPackTable *table_of(PyObject *tensor)
     return table;
 }
 
-static int find_methods(FastPath *f)
-{
-    PyObject *tensor = PyObject_CallNoArgs((PyObject *)f->tensor), *storage = tensor ? PyObject_CallMethod(tensor, "untyped_storage", NULL) : NULL;
-    f->is_neg = method_of(tensor, "is_neg"), f->storage_offset = method_of(tensor, "storage_offset");
-    f->untyped_storage = method_of(tensor, "untyped_storage"), f->nbytes = method_of(storage, "nbytes");
-    if (storage) f->storage = Py_TYPE(storage), Py_INCREF((PyObject *)f->storage);
-    Py_XDECREF(tensor), Py_XDECREF(storage);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 /* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, passed_files, recent, notes, note,
- * profiler, lock, driven, queue, inbox, tensor, parameter, values, short_bytes, (patience, short_wait),
+ * profiler, lock, driven, queue, inbox, tensor, parameter, questions, values, short_bytes, (patience, short_wait),
  * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     FastPath *f = (FastPath *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     long long short_bytes;
     double patience;
+    unsigned long long is_negated, storage_offset, storage_bytes;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!O(OOO!)OOOOO!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!O(OOO!)OOOO(LKKK)O!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &PySet_Type, &f->passed_files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
                                   &f->profiler, Lock_Type, &f->lock, &f->driven, &f->driver, &f->arm, &PySet_Type, &f->waited,
-                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &short_bytes, &patience, &f->short_wait,
+                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &f->questions.place, &is_negated, &storage_offset, &storage_bytes, &PyTuple_Type, &f->values, &short_bytes, &patience, &f->short_wait,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
                                   &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
 #define HOLD(name) Py_XINCREF((PyObject *)f->name);
@@ -862,10 +806,11 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
         parsed = 0;
     }
     f->short_bytes = short_bytes;
-    if (parsed && find_methods(f)) parsed = 0;
-    if (PyErr_Occurred()) parsed = 0;
     if (parsed && (f->table = table_of((PyObject *)f->tensor))) {
         f->patience = (int64_t)(patience * 1e9);
+        f->questions.is_negated = (_Bool(*)(void *))(uintptr_t)is_negated;
+        f->questions.storage_offset = (int32_t(*)(void *, int64_t *))(uintptr_t)storage_offset;
+        f->questions.storage_bytes = (int32_t(*)(void *, int64_t *))(uintptr_t)storage_bytes;
         f->constant_count = (int)PyTuple_Size(f->values);
         if (f->constant_count > MOST_CONSTANTS) f->constant_count = MOST_CONSTANTS;
         for (int k = 0; k < f->constant_count; k++) f->constants[k] = PyTuple_GetItem(f->values, k);

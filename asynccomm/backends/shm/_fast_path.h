@@ -18,7 +18,7 @@
 #define MOST_POSTED 64  /* messages */
 #define MOST_PASSED 32  /* frames between the user's and the call */
 
-/* ---- tensors, by the table of functions that torch publishes for DLPack ------------------------------------------- */
+/* ---- tensors, by the table of functions that torch publishes for DLPack, and by those of torch_functions.py -------- */
 
 /* dlpack.h, version 1: the members up to `dltensor_from_py_object_no_sync` */
 typedef struct {
@@ -35,6 +35,13 @@ typedef struct {
     void *allocate, *export_tensor, *import_tensor;
     int (*look)(void *tensor, DLTensor *found);
 } DLPackTable;
+
+/* torch_functions.TorchFunctions; all take the address of an at::Tensor, and those of a number return 0 */
+typedef struct {
+    long long place;
+    _Bool (*is_negated)(void *tensor);
+    int32_t (*storage_offset)(void *tensor, int64_t *offset), (*storage_bytes)(void *tensor, int64_t *bytes);
+} Questions;
 
 enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5 };
 
@@ -58,7 +65,7 @@ typedef struct {
 typedef struct {
     char *data[MOST_TENSORS];
     int64_t nbytes[MOST_TENSORS];
-    int64_t offset[MOST_TENSORS], storage[MOST_TENSORS]; /* elements, and bytes: of views that do not begin their storage */
+    int64_t offset[MOST_TENSORS]; /* in the storage, in elements */
     PyObject *dtype[MOST_TENSORS]; /* borrowed: dtypes live for ever */
     int count, with_dtypes, want_dtypes; /* whether the dtypes are known, and whether a key needs them */
 } Tensors;
@@ -114,12 +121,6 @@ typedef struct {
     long long fused_limit;      /* bytes of the calls that travel as one */
 } Scopes;
 
-/* A method without arguments of a type of torch; by its name, if it is no function in C. */
-typedef struct {
-    PyCFunction function;
-    PyObject *name;
-} Method;
-
 /* A tensor of a held call. */
 typedef struct {
     char *data;
@@ -150,8 +151,8 @@ typedef struct {
     CallLog *recent;
     ReentrantLock *lock;
     DLPackTable *table;
-    PyTypeObject *tensor, *parameter, *storage;
-    Method is_neg, storage_offset, untyped_storage, nbytes;
+    Questions questions;
+    PyTypeObject *tensor, *parameter;
     PyObject *codes[CODES], *passed[CODES]; /* of the user, that have called, and between them and the call; by their addresses */
     uint64_t seen[SEEN]; /* hashes of keys with lists, by themselves */
     Scopes scopes;
@@ -180,11 +181,7 @@ int core_is_sizes(PyObject *argument);
 Py_ssize_t core_tensors_in(const FastPath *f, PyObject *argument);
 PyObject *core_tensor_in(PyObject *argument, Py_ssize_t k);
 
-/* Ask a tensor all that DLPack does not tell: 1: done; 0: it is unusual; -1: an exception. Torch may release the GIL, or
- * call a mode in Python. */
-int core_ask_tensor(const FastPath *f, PyObject *tensor, Tensors *tensors);
-
-/* Append a tensor to the key, and take its address. 1: done; 0: it is unusual. */
+/* Append a tensor to the key, and take its address. 1: done; 0: it is unusual. Runs no Python code. */
 int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors);
 
 /* Pass a little time; 0 if there was enough of it, or if the last wait, of `waited` seconds, was too long for another spin. */
@@ -243,9 +240,9 @@ void core_break_comm(FastPath *f);
 
 /* ---- _messages.c -------------------------------------------------------------------------------------------------- */
 
-/* Receive a short message, if it is the one that `entry` is for: DONE or STUCK. */
+/* Receive a short message, of which `copied` bytes are here already, if it is the one that `entry` is for: DONE or STUCK. */
 int core_receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame, const char *payload,
-                       char *data, uint64_t nbytes);
+                       char *data, uint64_t nbytes, uint64_t copied);
 
 /* Send a long message, for which the receiver is clear: DONE, or MOVED as core_send_message. */
 int core_send_cleared(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);

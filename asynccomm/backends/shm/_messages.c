@@ -9,17 +9,25 @@
 #include "_fast_path.h"
 
 enum { LEAST_FRAME = 64 << 10, FRAMES = 8 }; /* bytes of a DATA frame, if the ring allows, and how many make a message */
+enum { PIECE = 8 << 10 };                     /* bytes of a short message after which its reader may go on */
 
 /* ---- short ones --------------------------------------------------------------------------------------------------- */
 
 static int send_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const char *data, uint64_t nbytes)
 {
-    uint64_t end, size = framed(nbytes);
-    if (link->sent + size - atomic_load_explicit(&ring->matched, memory_order_acquire) > (uint64_t)f->segment->ring) return STUCK;
+    uint64_t end, size = framed(nbytes), room = (uint64_t)f->segment->ring;
+    if (link->sent + size - link->seen_matched > room) {
+        link->seen_matched = atomic_load_explicit(&ring->matched, memory_order_acquire);
+        if (link->sent + size - link->seen_matched > room) return STUCK;
+    }
     Frame *frame = reserve_frame(f->segment, link, ring, nbytes, &end);
     if (!frame) return STUCK;
     *frame = (Frame){(uint32_t)nbytes, SHORT, entry->tag, (uint32_t)entry->code, 0, 0, entry->numel};
-    memcpy(frame + 1, data, nbytes);
+    for (uint64_t at = 0, n; at < nbytes; at += n) {
+        n = nbytes - at < PIECE ? nbytes - at : PIECE;
+        core_copy((char *)(frame + 1) + at, data + at, n);
+        if (nbytes > PIECE) atomic_store_explicit(&ring->begun, end - size + FRAME_HEADER + at + n, memory_order_release);
+    }
     link->sent += size;
     publish_frame(f->segment, link, ring, entry->peer, end);
     return DONE;
@@ -32,11 +40,11 @@ static int is_for(const Entry *entry, const Frame *frame)
 }
 
 int core_receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame, const char *payload,
-                       char *data, uint64_t nbytes)
+                       char *data, uint64_t nbytes, uint64_t copied)
 {
     if (frame->kind != SHORT || !is_for(entry, frame) || frame->nbytes != nbytes) return STUCK;
     if (link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring) return STUCK;
-    memcpy(data, payload, nbytes);
+    core_copy(data + copied, payload + copied, nbytes - copied);
     link->came += framed(nbytes), link->matched += framed(nbytes);
     atomic_store_explicit(&ring->matched, link->matched, memory_order_release);
     free_frame(f->segment, link, ring, entry->peer, nbytes);
@@ -94,13 +102,35 @@ static int cleared(FastPath *f, LinkState *link, Ring *back, uint32_t ident, Fra
     }
 }
 
-/* The next frame from a peer, after a spin if `waits`; NULL if it is corrupt, or if none has come: its kind is 0 then. */
-static const char *awaited(const FastPath *f, LinkState *link, Ring *ring, int waits, Frame *frame)
+/* Copy more of a short message that is being written at the tail, if it is the one that `entry` is for: the bytes copied then. */
+static uint64_t copy_begun(const FastPath *f, const Entry *entry, const LinkState *link, Ring *ring, char *data, uint64_t nbytes,
+                           uint64_t copied)
+{
+    uint64_t room = (uint64_t)f->segment->ring, run = room - link->tail % room;
+    uint64_t first = framed(nbytes) > run ? link->tail + run : link->tail; /* behind the padding */
+    uint64_t there = atomic_load_explicit(&ring->begun, memory_order_acquire) - first - FRAME_HEADER; /* if the peer is right */
+    const char *place = ring->frames + first % room;
+    Frame frame;
+    memcpy(&frame, place, sizeof frame);
+    if (there <= copied || there > nbytes || frame.kind != SHORT || frame.nbytes != nbytes || !is_for(entry, &frame)) return copied;
+    core_copy(data + copied, place + FRAME_HEADER + copied, there - copied);
+    return there;
+}
+
+/* The next frame from a peer, after a spin if `waits`; NULL if it is corrupt, or if none has come: its kind is 0 then. The first
+ * `copied` bytes of a short message may have been copied to `data` meanwhile. */
+static const char *awaited(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, int waits, Frame *frame, char *data,
+                           uint64_t nbytes, uint64_t *copied)
 {
     Spin spin = {0, 0, 0};
     frame->kind = 0;
-    while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
-        if (!waits || !core_goes_on(f, f->state->message_wait, &spin)) return NULL;
+    while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail) {
+        uint64_t before = *copied;
+        if (waits && nbytes > PIECE && (int64_t)nbytes <= f->short_bytes) *copied = copy_begun(f, entry, link, ring, data, nbytes, before);
+        if (*copied > before) spin = (Spin){0, 0, 0};
+        else if (!waits || !core_goes_on(f, f->state->message_wait, &spin)) return NULL;
+        PREFETCH(ring->frames + link->tail % (uint64_t)f->segment->ring); /* not only when the head has come */
+    }
     return next_frame(f->segment, link, ring, frame);
 }
 
@@ -178,12 +208,13 @@ int core_receive_message(FastPath *f, const Entry *entry, char *data, uint64_t n
     LinkState *link = f->segment->links[entry->peer];
     Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
     Frame frame;
+    uint64_t copied = 0;
     note_pending(f);
     if (f->state->messages || f->state->kept || link->gone) return STUCK;
     if (core_has_posted(f, entry->peer)) return LATE; /* its message is behind theirs */
-    const char *payload = awaited(f, link, ring, !f->state->calls_ahead, &frame);
+    const char *payload = awaited(f, entry, link, ring, !f->state->calls_ahead, &frame, data, nbytes, &copied);
     if (!payload) return frame.kind ? STUCK : LATE; /* corrupt: the ordinary path has the error */
-    if (frame.kind == SHORT) return core_receive_short(f, entry, link, ring, &frame, payload, data, nbytes);
+    if (frame.kind == SHORT) return core_receive_short(f, entry, link, ring, &frame, payload, data, nbytes, copied);
     if (frame.kind != OFFER || !is_for(entry, &frame) || !nbytes) return STUCK;
     if (frame.nbytes && (f->state->calls_ahead || core_has_posted(f, -1)) && core_reads_all(f->segment)) return LATE;
     return core_has_posted(f, -1) ? STUCK : receive_long(f, entry, link, ring, &frame, data, nbytes, begun);

@@ -103,8 +103,9 @@ static int take(FastPath *f, HeldCall *held, LinkState *link, Ring *ring, const 
         if (frame->extra == HAS_READ) return DONE;
         return core_send_cleared(f, entry, tensor->data, (uint64_t)tensor->nbytes, &held->begun) == DONE ? DONE : ASKED;
     }
-    int received = (frame->kind == OFFER ? core_read_offered : core_receive_short)(f, entry, link, ring, frame, payload, tensor->data,
-                                                                                  (uint64_t)tensor->nbytes);
+    uint64_t nbytes = (uint64_t)tensor->nbytes;
+    int received = frame->kind == OFFER ? core_read_offered(f, entry, link, ring, frame, payload, tensor->data, nbytes)
+                                        : core_receive_short(f, entry, link, ring, frame, payload, tensor->data, nbytes, 0);
     return received == DONE ? DONE : ASKED;
 }
 

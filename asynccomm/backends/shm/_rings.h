@@ -10,10 +10,11 @@ enum { LINE = 64, FRAME_HEADER = 32 };
 enum { PADDING = 1, SHORT = 2, OFFER = 3, CLEAR = 4, DATA = 5 }; /* kinds of frames, as in rings.py and endpoint.py */
 enum { HAS_READ = 1 }; /* `extra` of a CLEAR: the receiver has read the message at the address in the OFFER */
 
-/* The head counts the bytes written, the tail the bytes read. */
+/* The head counts the bytes written, the tail the bytes read. `begun` counts those of a frame that is being written, too:
+ * a reader in C may copy its payload meanwhile, other readers wait for the head. */
 typedef struct {
-    _Atomic uint64_t head;
-    char rest_of_line[LINE - 8];
+    _Atomic uint64_t head, begun;
+    char rest_of_line[LINE - 16];
     _Atomic uint64_t tail, matched;
     char rest_of_line_too[LINE - 16];
     char frames[];

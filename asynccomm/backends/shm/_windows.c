@@ -91,14 +91,13 @@ static int parse(const FastWindow *w, int kind, PyObject *const *args, Operation
     case PUT:
     case GET:
         op->tensor = args[0];
-        tensors->count = 0;
         if (!core_is_tensor(w->path, args[0]) || !parse_rank(w, args[1], &op->peer)
             || !parse_number(args[2], w->parts[op->peer].nbytes, &op->offset))
             return 0;
         if (!(op->dtype = PyObject_GetAttr(args[0], field_names[PUT][DTYPE]))) return -1;
         Py_DECREF(op->dtype); /* dtypes live for ever */
         tensors->dtype[0] = op->dtype, tensors->with_dtypes = 1;
-        return core_ask_tensor(w->path, args[0], tensors);
+        return 1;
     case SIGNAL:
         op->add = args[3] == Py_True;
         return parse_rank(w, args[0], &op->peer) && op->peer != w->rank /* whose own waits are to be looked at */

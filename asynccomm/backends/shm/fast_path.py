@@ -20,6 +20,7 @@ from asynccomm.backends.base import DirectCalls, FastCalls, HeldCall, Submission
 from asynccomm.backends.shm.endpoint import largest_short
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.lowering import has_program, is_large, lowered
+from asynccomm.backends.shm.torch_functions import torch_functions
 from asynccomm.backends.shm.vectors import Operand, Scattered
 from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
 from asynccomm.core.callsite import call_site, passed_files, user_files
@@ -90,7 +91,7 @@ def fast_path(
         executor.segment is None
         or isinstance(states, CoreUnavailable)
         or not issubclass(Work, states.WorkState)  # chosen when it was imported
-        or not hasattr(Tensor, "__dlpack_c_exchange_api__")
+        or (questions := torch_functions()) is None
     ):
         return None
     board = executor.board
@@ -118,6 +119,7 @@ def fast_path(
         *queues,
         Tensor,
         Parameter,
+        questions,
         (None, True, False, *CONSTANTS, *_TORCHS),  # arguments of a recipe that are neither tensors nor integers
         largest_short(board.layout),
         (limits.patience, SHORT_WAIT_SECONDS),

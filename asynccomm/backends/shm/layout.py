@@ -98,6 +98,11 @@ class Layout:
         """Bytes that fit into a record."""
         return (RECORD - RecordWord.INLINE) * WORD
 
+    @property
+    def inline_part(self) -> int:
+        """Bytes that fit into a record for each rank: whole words, so that each rank's elements are aligned."""
+        return self.inline // self.size // WORD * WORD
+
     def record(self, bank: int, rank: int) -> int:
         """Index of the first word of a record."""
         return self.size * BLOCK // WORD + (bank * self.size + rank) * RECORD

@@ -183,6 +183,7 @@ def published(
     room: int,
     lends: bool | None = None,
     readers: tuple[int, ...] = (),
+    inline: int = 0,
 ) -> Part:
     """A part in which this rank's vector is for all readers.
 
@@ -194,21 +195,23 @@ def published(
         room: bytes of a slot.
         lends: whether this rank may lend its vector; None: no rank does.
         readers: the ranks that may read it then.
+        inline: bytes of a vector that fit in the record beside the flag, and lie there if no rank lends.
     """
     fill: list[Action] = []
     take: list[Action] = []
     mine = Ref(Space.VECTOR, 0, 0, room)
-    lent = -1 if lends is None else 0
 
-    def slot(giver: int) -> Ref:
-        return Ref(Space.SLOT, giver, 0, 0, lent, room)
+    def place(giver: int, nbytes: int) -> Ref:
+        if lends is None:
+            return Ref(Space.RECORD if nbytes <= inline else Space.SLOT, giver)
+        return Ref(Space.SLOT, giver, 0, 0, 0, room)
 
     if source:
-        fill.append(_copy(slot(rank), mine, source, room))
+        fill.append(_copy(place(rank, source), mine, source, room))
     for number, (giver, nbytes) in enumerate(targets, source is not None):
         target = Ref(Space.VECTOR, number, 0, room)
         if giver != rank:
-            take.append(_copy(target, slot(giver), nbytes, room))
+            take.append(_copy(target, place(giver, nbytes), nbytes, room))
         elif source is not None:
             fill.append(_copy(target, mine, nbytes, room))
     givers = tuple([giver for giver, _ in targets if giver != rank])
@@ -224,6 +227,7 @@ def exchanged(
     row: int = 0,
     *,
     lends: bool = False,
+    inline: int = 0,
 ) -> Part:
     """A part in which a slot holds data for each reader.
 
@@ -236,14 +240,16 @@ def exchanged(
         row: bytes for each reader, if each rank's sources are one tensor, for all ranks in their order; tensors may be
             lent then. 0: otherwise.
         lends: whether this rank may lend its tensor.
+        inline: bytes for each reader that fit in the record beside the flag, as of ``_part``.
     """
     numbers = {reader: number for number, (reader, _) in enumerate(sources)}
-    fill = _to_readers(rank, [(reader, numbers[reader], n) for reader, n in sources if reader != rank], room, row)
+    rest = [(reader, numbers[reader], n) for reader, n in sources if reader != rank]
+    fill = _to_readers(rank, rest, room, row, inline)
     take = []
     for number, (giver, nbytes) in enumerate(targets, len(sources)):
         target = Ref(Space.VECTOR, number, 0, room)
         if giver != rank:
-            take.append(_copy(target, _slot(giver, rank, room, row), nbytes, room))
+            take.append(_copy(target, _part(giver, rank, nbytes, room, row, inline), nbytes, room))
         else:
             fill.append(_copy(target, Ref(Space.VECTOR, numbers[rank], 0, room), nbytes, room))
     givers = tuple([giver for giver, _ in targets if giver != rank])
@@ -266,7 +272,7 @@ def announced(
     fill = [Action(Ref(Space.VECTOR, size + rank), (Ref(Space.VECTOR, rank),), own, own, own)]
 
     def part(giver: int, reader: int) -> Ref:
-        return _slot(giver, reader, room, 0)._replace(lent=0, lent_stride=room)
+        return Ref(Space.SLOT, giver, reader * room, 0, 0, room)
 
     fill += [_copy(part(rank, reader), Ref(Space.VECTOR, reader, 0, room), sends[reader], room) for reader in rest]
     take = [_copy(Ref(Space.VECTOR, size + giver, 0, room), part(giver, rank), receives[giver], room) for giver in rest]
@@ -276,7 +282,7 @@ def announced(
 
 
 def scattered_sums(
-    rank: int, sizes: Sequence[int], room: int, *, own: bool, direct: bool, lends: bool | None = None
+    rank: int, sizes: Sequence[int], room: int, *, own: bool, direct: bool, lends: bool | None = None, inline: int = 0
 ) -> Part:
     """The part of a reduce_scatter: each reader combines the data for it.
 
@@ -288,12 +294,13 @@ def scattered_sums(
         own: whether this rank's own data are combined in place, and not through its slot.
         direct: whether the target is written by the reduction; otherwise it is copied from this rank's result.
         lends: whether the data are one tensor, in equal parts, that this rank may lend; None: no rank does.
+        inline: as of ``exchanged``.
     """
     size, nbytes = len(sizes), sizes[rank]
     readers = others(rank, size) if own else range(size)
     row = 0 if lends is None else nbytes
-    fill = _to_readers(rank, [(reader, reader, sizes[reader]) for reader in readers], room, row)
-    rows = [_slot(giver, rank, room, row) for giver in range(size)]
+    fill = _to_readers(rank, [(reader, reader, sizes[reader]) for reader in readers], room, row, inline)
+    rows = [_part(giver, rank, nbytes, room, row, inline) for giver in range(size)]
     if own:
         rows[rank] = Ref(Space.VECTOR, rank, 0, room)
     target = Ref(Space.VECTOR, size, 0, room)
@@ -388,14 +395,22 @@ def _copy(target: Ref, source: Ref, nbytes: int, room: int) -> Action:
     return Action(target, (source,), nbytes, room, room)
 
 
-def _slot(giver: int, reader: int, room: int, row: int) -> Ref:
-    """The data for a reader in a rank's slot; ``row`` as of ``exchanged``."""
-    return Ref(Space.SLOT, giver, reader * room, 0, reader * row if row else -1, room if row else 0)
+def _part(giver: int, reader: int, nbytes: int, room: int, row: int, inline: int) -> Ref:
+    """The data of a rank for a reader, in its record or its slot; ``row`` as of ``exchanged``.
+
+    Args:
+        inline: bytes for each reader in the record; data that fit lie there if no rank lends.
+    """
+    if row:
+        return Ref(Space.SLOT, giver, reader * room, 0, reader * row, room)
+    if nbytes <= inline:
+        return Ref(Space.RECORD, giver, reader * inline)
+    return Ref(Space.SLOT, giver, reader * room)
 
 
-def _to_readers(rank: int, data: Sequence[tuple[int, int, int]], room: int, row: int) -> list[Action]:
-    """Copies to this rank's slot of a reader's data: (reader, number of the vector, bytes); ``row`` as of ``_slot``."""
+def _to_readers(rank: int, data: Sequence[tuple[int, int, int]], room: int, row: int, inline: int) -> list[Action]:
+    """Copies of a reader's data: (reader, number of the vector, bytes); the others as of ``_part``."""
     return [
-        _copy(_slot(rank, reader, room, row), Ref(Space.VECTOR, number, 0, room), nbytes, room)
+        _copy(_part(rank, reader, nbytes, room, row, inline), Ref(Space.VECTOR, number, 0, room), nbytes, room)
         for reader, number, nbytes in data
     ]

@@ -111,7 +111,8 @@ def _reduce_scatter(board: Board, submission: Submission, lends: bool) -> Schedu
     lent = True if lends and isinstance(op, ReduceScatterSingle) else None
 
     def part(room: int) -> Part:
-        return programs.scattered_sums(me, sizes, room, own=own, direct=direct, lends=lent)
+        inline = board.layout.inline_part
+        return programs.scattered_sums(me, sizes, room, own=own, direct=direct, lends=lent, inline=inline)
 
     key = ReduceScatter, sizes, own, direct, lent
     return Schedule(key, part, [*sources, target], [*lands, *after], (reduction,), sources)
@@ -170,7 +171,8 @@ def _publish(board: Board, submission: Submission, lends: bool) -> Schedule:
     readers = (op.root,) if isinstance(op, Gather) else tuple(board.others)
     key = Broadcast, nbytes, tuple(targets), lends, readers
     vectors = [vector for _, vector, _ in (*source, *shares)]
-    part = partial(programs.published, me, nbytes, targets, lends=lends or None, readers=readers)
+    inline = board.layout.inline
+    part = partial(programs.published, me, nbytes, targets, lends=lends or None, readers=readers, inline=inline)
     return Schedule(key, part, vectors, [*copies, *after], owners=(inputs, outputs))
 
 
@@ -206,7 +208,7 @@ def _distribute(board: Board, submission: Submission, lends: bool) -> Schedule:
     apart = bool(sources) and targets[0][1] != sources[0][1]  # in place, it writes where others may still read
     key = Scatter, tuple(fills), tuple(takes), row, apart
     vectors = [vector for _, vector, _ in (*sources, *targets)]
-    part = partial(programs.exchanged, me, fills, takes, row=row, lends=apart)
+    part = partial(programs.exchanged, me, fills, takes, row=row, lends=apart, inline=board.layout.inline_part)
     return Schedule(key, part, vectors, [*copies, *after], owners=(inputs, output))
 
 

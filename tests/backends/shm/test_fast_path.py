@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import asynccomm
 from asynccomm import (
@@ -799,25 +798,16 @@ async def test_dtypes_that_look_alike_are_told_apart() -> None:
             assert str(comm.broadcast(tensor.view(torch.uint4), 0).op) == "broadcast(uint4[7], root=0)"
 
 
-@pytest.mark.ranks(1)
-async def test_a_mode_may_answer_for_tensors() -> None:
-    class Storage:
-        def nbytes(self) -> int:
-            return 1 << 20
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return Storage() if function is Tensor.untyped_storage else function(*args, **(kwargs or {}))
-
+@pytest.mark.ranks(2)
+async def test_a_lazily_negated_tensor_is_sent_as_its_values() -> None:
     async with counted() as (comm, paths):
+        root = torch.ones(3)
         for _ in range(2):
-            await comm.all_reduce(torch.ones(3))
-            paths.took()
-        await comm.all_reduce(torch.ones(3))
-        assert paths.took() == "fast"
-        with Mode():
-            await comm.all_reduce(torch.ones(3))
-        assert paths.took() == "ordinary"
+            await comm.broadcast(root, 0)
+        paths.took()
+        tensor = torch.full((3,), 2.0)._neg_view() if comm.rank == 0 else torch.zeros(3)
+        assert torch.equal(await comm.broadcast(tensor, 0), torch.full((3,), -2.0))
+        assert paths.took() == ("ordinary" if comm.rank == 0 else "fast")
 
 
 @pytest.mark.ranks(1)
