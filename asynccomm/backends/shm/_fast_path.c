@@ -424,10 +424,20 @@ static PyObject *site_from(FastPath *f, PyObject *frame)
     Py_RETURN_NONE;
 }
 
+/* sys._getframe(1), which is the caller of the comm's method; NULL with an exception. */
+static PyObject *calling_frame(void)
+{
+    if (!PyCFunction_Check(get_frame) || PyCFunction_GetFlags(get_frame) != METH_FASTCALL)
+        return PyObject_CallFunctionObjArgs(get_frame, one, NULL);
+    PyObject *(*function)(PyObject *, PyObject *const *, Py_ssize_t);
+    function = (PyObject * (*)(PyObject *, PyObject *const *, Py_ssize_t))(void (*)(void))PyCFunction_GetFunction(get_frame);
+    return function(PyCFunction_GetSelf(get_frame), &one, 1);
+}
+
 PyObject *core_site_of(FastPath *f)
 {
     if (f->call_site == Py_None) Py_RETURN_NONE;
-    PyObject *frame = PyObject_CallFunctionObjArgs(get_frame, one, NULL); /* 0: the method of the comm */
+    PyObject *frame = calling_frame();
     if (!frame) PyErr_Clear(); /* called from C */
     PyObject *site = frame ? site_from(f, frame) : NULL;
     if (frame && site != Py_None) return site;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import random
@@ -38,6 +39,7 @@ from asynccomm import (
 )
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.backends.shm.endpoint import SHORT
+from asynccomm.backends.shm.rings import HEADER, framed
 from asynccomm.comm.direct_calls import SubmitterCalls
 from asynccomm.core.callsite import CallSite, call_site, show
 from asynccomm.core.native import CoreUnavailable, load_core
@@ -504,6 +506,38 @@ async def test_messages_are_right_and_in_order() -> None:
 
 
 @pytest.mark.ranks(2)
+async def test_a_message_is_read_while_it_is_written(comm: Comm) -> None:
+    """Rank 1 writes longer messages by hand, in two parts; in the first ones no padding is needed, in a later one it is."""
+    async with new_comm("shm", name="parts", timeout=30) as own:
+        backend = own.unsafe_get_backend()
+        assert isinstance(backend, ShmBackend)
+        for round in range(12):
+            mine, nbytes, part = torch.arange(40_000.0) + round, 160_000, 100_000
+            await (own.recv(torch.empty(40_000), 1) if comm.rank == 0 else own.send(mine, 0))  # known to C by then
+            if comm.rank == 0:
+                await comm.barrier()  # the first part is there
+                got = torch.zeros(40_000)
+                work = own.recv(got, 1)
+                assert not work.done()
+                assert torch.equal(got[: part // 4], mine[: part // 4])
+                assert not got[part // 4 :].any()
+                await comm.barrier()
+                assert torch.equal(await work, mine)
+            else:
+                link = backend._engine._messages._links[0]
+                ring = link._writer
+                target = ring.reserve(nbytes)
+                ctypes.memmove(target, mine.data_ptr(), part)
+                struct.pack_into("=IIIIIxxxxQ", ring._raw, ring._at, nbytes, SHORT, 0, CODES[torch.float32], 0, 40_000)
+                ring._words[ring._head_at + 1] = ring._end - framed(nbytes) + HEADER + part
+                await comm.barrier()
+                await comm.barrier()
+                ctypes.memmove(target + part, mine.data_ptr() + part, nbytes - part)
+                ring.publish(SHORT, 0, CODES[torch.float32], 0, 40_000)
+                link.state.sent += framed(nbytes)
+
+
+@pytest.mark.ranks(2)
 async def test_fast_and_ordinary_messages_mix(comm: Comm) -> None:
     async with counted() as (own, _):
         other = 1 - own.rank
@@ -857,20 +891,22 @@ async def test_a_peer_that_writes_nonsense_is_named(part: int) -> None:
     """Frames, heads and counters that no honest rank writes, in front of a receive in C."""
     choose = random.Random(part)
     numbers = [0, 1, 63, 64, 8, 100, 2**16, 2**20 - 64, 2**20, 2**20 + 64, 2**31, 2**32 - 1]
-    honest = (8, SHORT, 0, CODES[torch.float32], 0)
     for case in range(10):
+        numel = choose.choice([2, 4000])  # the longer one may be read while it is written
+        honest = (4 * numel, SHORT, 0, CODES[torch.float32], 0)
         fields = [choose.choice(numbers) if choose.random() < 0.5 else number for number in honest]
-        length = choose.choice([2, 2, 0, 2**63, 2**64 - 1])
-        step = choose.choice([64, 64, 64, 0, 8, 2**20, 2**20 + 64, 2**40])
+        length = choose.choice([numel, numel, 0, 2**63, 2**64 - 1])
+        step = choose.choice([*[framed(4 * numel)] * 3, 0, 0, 8, 2**20, 2**20 + 64, 2**40])
+        begun = choose.choice([*numbers, HEADER + 8000, HEADER + 16001, 2**63, 2**64 - 1])
         async with new_comm("shm", name=f"nonsense {part} {case}", timeout=30) as comm:
-            tensor = torch.zeros(2)
+            tensor = torch.zeros(numel)
             if comm.rank == 0:
                 await comm.recv(tensor, 1)
                 await comm.barrier()
                 comm.set_timeout(0.1)
                 with contextlib.suppress(BrokenError):
                     await comm.recv(tensor, 1)
-                    assert (*fields[:4], length) == (*honest[:4], 2)
+                    assert (*fields[:4], length) == (*honest[:4], numel)
                 continue
             await comm.send(tensor, 0)
             await comm.barrier()
@@ -880,6 +916,7 @@ async def test_a_peer_that_writes_nonsense_is_named(part: int) -> None:
             link = backend._engine._messages._links[0]
             ring = link._writer
             struct.pack_into("=IIIIIxxxxQ", ring._raw, ring._start + link.state.head, *fields, length)
+            ring._words[ring._head_at + 1] = (link.state.head + begun) % 2**64
             ring._words[ring._head_at] = (link.state.head + step) % 2**64
             with contextlib.suppress(BrokenError):
                 await comm.recv(tensor, 0)
