@@ -507,7 +507,7 @@ async def test_messages_are_right_and_in_order() -> None:
 
 @pytest.mark.ranks(2)
 async def test_a_message_is_read_while_it_is_written(comm: Comm) -> None:
-    """Rank 1 writes longer messages by hand, in two parts; in the first ones no padding is needed, in a later one it is."""
+    """Rank 1 writes longer messages by hand, in two parts; some of them need padding in front."""
     async with new_comm("shm", name="parts", timeout=30) as own:
         backend = own.unsafe_get_backend()
         assert isinstance(backend, ShmBackend)
