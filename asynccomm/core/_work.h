@@ -49,6 +49,13 @@ typedef struct {
     double started, finished;
 } LoggedCall;
 
+/* The base of objects that take calls of methods in C: _methods.c */
+typedef struct {
+    PyObject_HEAD
+    /* Submit the call of a method's check and its arguments: whether it was taken, with its Work, or NULL and an exception. */
+    int (*submit)(PyObject *self, PyObject *const *items, Py_ssize_t n, PyObject **work);
+} DirectPath;
+
 /* The last calls of a comm, at most `room`. */
 typedef struct {
     PyObject_HEAD
@@ -138,6 +145,7 @@ static inline double monotonic(void)
 }
 
 int core_add_lock(PyObject *module);
+int core_add_methods(PyObject *module);
 int core_add_call_log(PyObject *module);
 
 #endif

@@ -424,25 +424,24 @@ static PyObject *site_from(FastPath *f, PyObject *frame)
     Py_RETURN_NONE;
 }
 
-/* sys._getframe(1), which is the caller of the comm's method; NULL with an exception. */
-static PyObject *calling_frame(void)
+/* The user's frame, or the first one towards it behind `inner` others, a new reference; NULL with an exception if there is none. */
+static PyObject *frame_of(int inner)
 {
-    if (!PyCFunction_Check(get_frame) || PyCFunction_GetFlags(get_frame) != METH_FASTCALL)
-        return PyObject_CallFunctionObjArgs(get_frame, one, NULL);
-    PyObject *(*function)(PyObject *, PyObject *const *, Py_ssize_t);
-    function = (PyObject * (*)(PyObject *, PyObject *const *, Py_ssize_t))(void (*)(void))PyCFunction_GetFunction(get_frame);
-    return function(PyCFunction_GetSelf(get_frame), &one, 1);
+    PyObject *frame = inner ? NULL : (PyObject *)PyEval_GetFrame();
+    if (!frame) return PyObject_CallFunctionObjArgs(get_frame, one, NULL);
+    Py_INCREF(frame);
+    return frame;
 }
 
-PyObject *core_site_of(FastPath *f)
+PyObject *core_site_of(FastPath *f, int inner)
 {
     if (f->call_site == Py_None) Py_RETURN_NONE;
-    PyObject *frame = calling_frame();
+    PyObject *frame = frame_of(inner);
     if (!frame) PyErr_Clear(); /* called from C */
     PyObject *site = frame ? site_from(f, frame) : NULL;
     if (frame && site != Py_None) return site;
     Py_XDECREF(site);
-    return PyObject_CallFunctionObjArgs(f->call_site, two, NULL); /* 0: call_site itself */
+    return PyObject_CallFunctionObjArgs(f->call_site, inner ? two : one, NULL); /* 0: call_site itself */
 }
 
 int core_is_in_loop(const FastPath *f)
@@ -684,8 +683,8 @@ static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, 
     return may != 0;
 }
 
-/* Submit a call by the fast path; as try_known, without 2. */
-static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject **work)
+/* Submit a call by the fast path; as try_known, without 2, and `inner` as of core_site_of. */
+static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, int inner, PyObject **work)
 {
     double started = monotonic();
     Arguments arguments;
@@ -694,7 +693,7 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject *
     if (result <= 0) return result < 0;
     PyObject *site = NULL, *queue = NULL;
     tensors.with_dtypes = tensors.want_dtypes = 0;
-    if (!(site = core_site_of(f))) result = -1;
+    if (!(site = core_site_of(f, inner))) result = -1;
     else if (f->counts->scopes) result = core_queue_of(f, &queue);
     if (result < 0) result = 1; /* with the exception */
     else if (result) {
@@ -709,6 +708,22 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject *
     return result;
 }
 
+/* Whether calls may take this path now. */
+static int is_direct(const FastPath *f)
+{
+    return !f->counts->closed && !f->counts->detours
+           && PyDict_GetItemWithError(f->profiler, name_profiling) != Py_True; /* torch's profiler gets events of Python code */
+}
+
+/* As of DirectPath: the method has no frame. */
+static int submit_directly(PyObject *self, PyObject *const *items, Py_ssize_t n, PyObject **work)
+{
+    FastPath *f = (FastPath *)self;
+    int taken = f->counts && is_direct(f) && try_fast(f, items, n, 0, work);
+    f->refused = !taken;
+    return taken;
+}
+
 /* submit(timeout, hints, tag, make, *arguments) -> Work */
 static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
@@ -717,12 +732,13 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
         PyErr_SetString(PyExc_RuntimeError, "the comm was dropped");
         return NULL;
     }
-    if (n >= 4 && args[0] == Py_None && args[1] == Py_None && args[2] == Py_None && !f->counts->closed && !f->counts->detours
-        && PyDict_GetItemWithError(f->profiler, name_profiling) != Py_True) { /* torch's profiler gets events of Python code */
-        PyObject *work = NULL;
-        if (try_fast(f, args + 3, n - 3, &work)) return work;
-    }
-    PyObject *all = core_tuple_of(args, n), *work = all ? PyObject_CallObject(f->submit, all) : NULL;
+    PyObject *work = NULL;
+    int refused = f->refused;
+    f->refused = 0;
+    if (n >= 4 && !refused && args[0] == Py_None && args[1] == Py_None && args[2] == Py_None && is_direct(f) && try_fast(f, args + 3, n - 3, 1, &work))
+        return work;
+    PyObject *all = core_tuple_of(args, n);
+    work = all ? PyObject_CallObject(f->submit, all) : NULL;
     Py_XDECREF(all);
     return work;
 }
@@ -817,6 +833,7 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     }
     f->short_bytes = short_bytes;
     if (parsed && (f->table = table_of((PyObject *)f->tensor))) {
+        f->base.submit = submit_directly;
         f->patience = (int64_t)(patience * 1e9);
         f->questions.is_negated = (_Bool(*)(void *))(uintptr_t)is_negated;
         f->questions.storage_offset = (int32_t(*)(void *, int64_t *))(uintptr_t)storage_offset;
@@ -852,6 +869,11 @@ static PyObject *attribute_of(const char *module, const char *name)
 
 int core_add_fast_path(PyObject *module)
 {
+    PyObject *base = attribute_of("asynccomm.core._work", "DirectPath");
+    if (!base) return -1;
+    Core_FastPath = (PyTypeObject *)PyType_FromSpecWithBases(&fast_path_spec, base);
+    Py_DECREF(base);
+    if (!Core_FastPath) return -1;
     const struct { PyObject **place; const char *text; } names[] = {
         {&name_running, "__asyncio_running_event_loop__"}, {&name_append, "append"}, {&name_filename, "co_filename"},
         {&name_lasti, "f_lasti"}, {&name_dtype, "dtype"}, {&name_back, "f_back"}, {&name_profiling, "_is_profiler_enabled"}};
@@ -864,7 +886,7 @@ int core_add_fast_path(PyObject *module)
         || !(State_of_Work = (PyTypeObject *)attribute_of("asynccomm.core._work", "WorkState"))
         || !(Log_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "CallLog"))
         || !(Lock_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "ReentrantLock"))
-        || !(Core_FastPath = (PyTypeObject *)PyType_FromSpec(&fast_path_spec)) || core_add_scopes(module) || core_add_windows(module))
+        || core_add_scopes(module) || core_add_windows(module))
         return -1;
     return PyModule_AddObjectRef(module, "FastPath", (PyObject *)Core_FastPath);
 }

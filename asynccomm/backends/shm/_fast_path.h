@@ -140,7 +140,7 @@ typedef struct {
 } HeldCall;
 
 typedef struct {
-    PyObject_HEAD
+    DirectPath base;
     Segment *segment;
     RankPosition *state;
     CallCounts *counts;
@@ -164,6 +164,7 @@ typedef struct {
     int unsettled_count;
     Entry *entries[ENTRIES];
     int known;
+    int refused; /* the next call is one that was not for this path */
     int64_t patience;                  /* nanoseconds */
     double short_wait;                 /* seconds: after a longer wait, the next one is no spin */
 } FastPath;
@@ -187,8 +188,9 @@ int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tens
 /* Pass a little time; 0 if there was enough of it, or if the last wait, of `waited` seconds, was too long for another spin. */
 int core_goes_on(const FastPath *f, double waited, Spin *spin);
 
-/* The user's place of the call: (code, instruction); None if it is not recorded. */
-PyObject *core_site_of(FastPath *f);
+/* The user's place of the call: (code, instruction); None if it is not recorded. `inner`: frames of Python code between the user's
+ * and C, 0 or 1. */
+PyObject *core_site_of(FastPath *f, int inner);
 
 /* Whether the comm takes calls of this thread without more ado; -1 with an exception. */
 int core_is_open(FastPath *f);

@@ -250,7 +250,7 @@ static PyObject *submit(PyObject *self, int kind, PyObject *const *args, Py_ssiz
     if (!w->path || !w->path->counts) Py_RETURN_NONE; /* the garbage collector has cleared it */
     PyObject *site = NULL, *work = NULL;
     int usual = parse(w, kind, args, &op, &tensors);
-    if (usual > 0 && !(site = core_site_of(w->path))) usual = -1;
+    if (usual > 0 && !(site = core_site_of(w->path, 1))) usual = -1;
     if (usual > 0) usual = core_is_open(w->path);
     if (usual > 0 && kind == WAIT) usual = wait_for(w, &op);
     if (usual > 0) usual = core_try_lock(w->path->lock);

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asynccomm import ops
 from asynccomm.comm.methods.base import CommBase
+from asynccomm.comm.methods.direct import direct
 from asynccomm.core.work import Work
 from asynccomm.ops import dims, variable
 from asynccomm.ops.reduce_op import ReduceOp, ReduceOpLike
@@ -24,6 +25,7 @@ _ALL_TO_ALL, _ALL_TO_ALL_SINGLE, _BARRIER = ops.AllToAll.of, ops.AllToAllSingle.
 class Collectives(CommBase):
     """Collectives on tensors of sizes that all ranks know."""
 
+    @direct(_ALL_REDUCE, "tensor", "op", "out")
     def all_reduce(
         self,
         tensor: Tensor,
@@ -45,6 +47,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, _ALL_REDUCE, tensor, op, out)
 
+    @direct(_BROADCAST, "tensor", "root")
     def broadcast(
         self,
         tensor: Tensor,
@@ -60,6 +63,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, _BROADCAST, tensor, root)
 
+    @direct(_REDUCE, "tensor", "root", "op", "out")
     def reduce(
         self,
         tensor: Tensor,
@@ -81,6 +85,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, _REDUCE, tensor, root, op, out)
 
+    @direct(_ALL_GATHER, "tensor_list", "tensor")
     def all_gather(
         self,
         tensor_list: Sequence[Tensor] | None,
@@ -101,6 +106,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, _ALL_GATHER, tensor_list, tensor)
 
+    @direct(dims.all_gather_single, "output", "input", "dim")
     def all_gather_single(
         self,
         output: Tensor | None,
@@ -123,6 +129,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, dims.all_gather_single, output, input, dim)
 
+    @direct(_REDUCE_SCATTER, "output", "input_list", "op")
     def reduce_scatter(
         self,
         output: Tensor | None,
@@ -143,6 +150,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, _REDUCE_SCATTER, output, input_list, op)
 
+    @direct(dims.reduce_scatter_single, "output", "input", "op", "dim")
     def reduce_scatter_single(
         self,
         output: Tensor | None,
@@ -166,6 +174,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, dims.reduce_scatter_single, output, input, op, dim)
 
+    @direct(_SCATTER, "output", "input_list", "root")
     def scatter(
         self,
         output: Tensor,
@@ -186,6 +195,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, _SCATTER, output, input_list, root)
 
+    @direct(_GATHER, "output_list", "input", "root")
     def gather(
         self,
         output_list: Sequence[Tensor] | None,
@@ -206,6 +216,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, _GATHER, output_list, input, root)
 
+    @direct(dims.gather_single, "output", "input", "root", "dim")
     def gather_single(
         self,
         output: Tensor | None,
@@ -228,6 +239,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, dims.gather_single, output, input, root, dim)
 
+    @direct(dims.scatter_single, "output", "input", "root", "dim")
     def scatter_single(
         self,
         output: Tensor | None,
@@ -272,6 +284,7 @@ class Collectives(CommBase):
             return self._submit(variable.all_to_all(self._group, input_list), timeout, hints, tag)
         return self._call(timeout, hints, tag, _ALL_TO_ALL, output_list, input_list)
 
+    @direct(_ALL_TO_ALL_SINGLE, "output", "input")
     def all_to_all_single(
         self,
         output: Tensor | None,
@@ -291,6 +304,7 @@ class Collectives(CommBase):
         """
         return self._call(timeout, hints, tag, _ALL_TO_ALL_SINGLE, output, input)
 
+    @direct(_BARRIER)
     def barrier(
         self,
         *,

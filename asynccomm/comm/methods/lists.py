@@ -9,6 +9,7 @@ from typing import SupportsIndex
 from torch import Tensor
 
 from asynccomm.comm.methods.base import CommBase
+from asynccomm.comm.methods.direct import direct
 from asynccomm.core.work import Work
 from asynccomm.ops import lists, variable
 from asynccomm.ops.reduce_op import ReduceOp, ReduceOpLike
@@ -20,6 +21,7 @@ class CoalescedCollectives(CommBase):
     The lists have the same lengths, shapes and dtypes on all ranks; a list may mix dtypes.
     """
 
+    @direct(lists.all_reduce, "tensors", "op")
     def all_reduce_coalesced(
         self,
         tensors: Sequence[Tensor],
@@ -35,6 +37,7 @@ class CoalescedCollectives(CommBase):
         """
         return self._call(timeout, hints, tag, lists.all_reduce, tensors, op)
 
+    @direct(lists.broadcast, "tensors", "root")
     def broadcast_coalesced(
         self,
         tensors: Sequence[Tensor],
@@ -50,6 +53,7 @@ class CoalescedCollectives(CommBase):
         """
         return self._call(timeout, hints, tag, lists.broadcast, tensors, root)
 
+    @direct(lists.all_gather, "output_lists", "tensors")
     def all_gather_coalesced(
         self,
         output_lists: Sequence[Sequence[Tensor]] | None,

@@ -20,6 +20,7 @@ from asynccomm.comm.methods.base import (
     ReceivePolicy,
     check_trust,
 )
+from asynccomm.comm.methods.direct import direct
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError, WouldBlockError
@@ -90,6 +91,7 @@ _SEND, _RECV = Send.of, Recv.of  # see collectives.py
 class P2P(CommBase):
     """Point-to-point operations on tensors, and streams of objects."""
 
+    @direct(_SEND, "tensor", "dst", "tag")
     def send(
         self,
         tensor: Tensor,
@@ -108,6 +110,7 @@ class P2P(CommBase):
         """
         return self._call(timeout, hints, None, _SEND, tensor, dst, tag)
 
+    @direct(_RECV, "tensor", "src", "tag")
     def recv(
         self,
         tensor: Tensor,

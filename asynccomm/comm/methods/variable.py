@@ -9,6 +9,7 @@ from typing import SupportsIndex
 from torch import Tensor
 
 from asynccomm.comm.methods.base import CommBase
+from asynccomm.comm.methods.direct import direct
 from asynccomm.core.work import Work
 from asynccomm.ops import dims, variable
 from asynccomm.ops.reduce_op import ReduceOp, ReduceOpLike
@@ -45,6 +46,7 @@ class VariableCollectives(CommBase):
             return self._submit(variable.all_gather_v(self._group, output, input, dim), timeout, hints, tag)
         return self._call(timeout, hints, tag, dims.all_gather_v, output, input, sizes, dim)
 
+    @direct(dims.reduce_scatter_v, "output", "input", "sizes", "op", "dim")
     def reduce_scatter_v(
         self,
         output: Tensor | None,

@@ -27,7 +27,7 @@ THEMES = (Collectives, VariableCollectives, CoalescedCollectives, P2P)
 
 
 def public(cls: type) -> list[str]:
-    return [name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return [name for name in vars(cls) if inspect.isfunction(getattr(cls, name)) and not name.startswith("_")]
 
 
 def test_every_method_is_among_those_that_are_tried() -> None:

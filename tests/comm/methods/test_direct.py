@@ -1,0 +1,149 @@
+"""Methods whose calls begin in C: the same calls, errors, sites and texts as of their functions."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import pydoc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm import Comm, Work, ops
+from asynccomm.comm.methods.direct import direct
+from asynccomm.core.callsite import show
+from asynccomm.core.native import CoreUnavailable, load
+from tests.backends.shm.paths import counted
+
+_work = load("asynccomm.core._work")
+in_c = pytest.mark.skipif(isinstance(_work, CoreUnavailable), reason="the modules in C were not built")
+
+
+def test_a_method_that_is_looked_up_is_its_function() -> None:
+    function = Comm.all_reduce
+    assert inspect.isfunction(function)
+    assert str(inspect.signature(function)).startswith("(self, tensor: 'Tensor', op: 'ReduceOpLike' = ")
+    assert "elementwise" in (inspect.getdoc(function) or "")
+    text = pydoc.plain(pydoc.render_doc(Comm))
+    assert "all_reduce(self, tensor: 'Tensor'" in text
+    assert "Combine all ranks' ``tensor`` elementwise" in text
+
+
+@in_c
+def test_names_that_are_no_arguments_are_refused() -> None:
+    def method(self: Any, tensor: Any, root: int, *, timeout: Any = None) -> None: ...
+
+    with pytest.raises(AssertionError, match="no arguments of"):
+        direct(ops.Broadcast.of, "root", "tensor")(method)
+
+
+@in_c
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (1, len, (), 0, 0),  # without __get__
+        (len, len, (), 0, 0),
+        (pydoc.plain, len, (), -1, 0),
+        (pydoc.plain, len, (), 2, 1),
+        (pydoc.plain, len, (None,), 1, 3),
+        (pydoc.plain, len, (None,) * 8, 0, 0),
+    ],
+)
+def test_a_method_that_cannot_be(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="no method of"):
+        _work.DirectMethod(*arguments)
+
+
+@in_c
+def test_objects_without_a_path_have_the_function() -> None:
+    class Own:
+        @direct(ops.Broadcast.of, "tensor", "root")
+        def broadcast(self, tensor: str, root: int = 7, *, timeout: Any = None) -> tuple[Any, ...]:
+            return self, tensor, root, timeout
+
+    own = Own()
+    assert type(vars(Own)["broadcast"]) is _work.DirectMethod
+    assert own.broadcast("x") == (own, "x", 7, None)
+    assert own.broadcast("x", 3, timeout=2) == (own, "x", 3, 2)
+    assert own.broadcast(tensor="x") == (own, "x", 7, None)
+    assert Own.broadcast(own, "x") == own.broadcast.__func__(own, "x") == (own, "x", 7, None)  # type: ignore[attr-defined]
+    own._fast = None  # type: ignore[attr-defined]
+    assert own.broadcast("x") == (own, "x", 7, None)
+    for wrong in ((), (1, 2, 3)):
+        with pytest.raises(TypeError, match="broadcast"):
+            own.broadcast(*wrong)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'"):
+        own.broadcast("x", wrong=1)  # type: ignore[call-arg]
+    gone = weakref.ref(Own)
+    del Own, own
+    gc.collect()
+    assert gone() is None
+
+
+def functions_of(call: Callable[[], object]) -> list[str]:
+    """The names of the Python functions that run in a call, but for ``call``."""
+    names: list[str] = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names[1:]
+
+
+@in_c
+@pytest.mark.ranks(2)
+async def test_calls_begin_in_c() -> None:
+    async with counted() as (comm, paths):
+        tensor, out = torch.ones(3), torch.zeros(3)
+        for _ in range(2):
+            await comm.all_reduce(tensor, out=out)
+            await comm.broadcast(tensor, 0)
+            await comm.barrier()
+        paths.took()
+        works: list[Work[Any]] = []
+        assert functions_of(lambda: works.append(comm.broadcast(tensor, 0))) == []
+        assert show(works[0].site).endswith(" in <lambda>")
+        await works[0]
+        work = comm.broadcast(tensor, 0)
+        assert show(work.site).endswith(" in test_calls_begin_in_c")
+        await work
+        await comm.barrier()
+        await comm.broadcast(tensor, root=0)
+        await comm.all_reduce(tensor, out=out)
+        bound = comm.broadcast
+        await bound(tensor, 0)
+        assert paths.took() == "fast"
+        assert out.tolist() == [2.0] * 3
+        with pytest.raises(TypeError, match="root"):
+            comm.broadcast(tensor)  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="root"):
+            comm.broadcast(tensor, 5)
+        assert paths.took() == "ordinary"
+
+
+@pytest.mark.ranks(2)
+async def test_a_subclass_may_have_a_method_of_its_own() -> None:
+    class Own(Comm):
+        def barrier(self, *args: Any, **options: Any) -> Any:
+            calls.append(options)
+            return super().barrier(*args, **options)
+
+    calls: list[dict[str, Any]] = []
+    async with counted() as (comm, _):
+        comm.__class__ = Own
+        await comm.barrier()
+        await comm.barrier(timeout=10)
+        assert calls == [{}, {"timeout": 10}]
+
+
+@pytest.mark.ranks(2)
+async def test_a_list_is_worth_a_recipe_when_it_comes_twice() -> None:
+    async with counted() as (comm, paths):
+        for path in ("ordinary", "fast", "fast"):  # refused in C at first, it is not counted again behind the method
+            await comm.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2))
+            assert paths.took() == path or isinstance(_work, CoreUnavailable)
