@@ -168,9 +168,10 @@ class ProgressThread:
         cores better with progress threads that take turns on one core (bench/loop_lag.py).
         """
         cpu = _current_cpu()
-        others = Counter(place for each in self._driven for place in each.settle_on(cpu))
-        if not others[cpu]:
+        places = [place for each in self._driven for place in each.settle_on(cpu)]
+        if cpu not in places:
             return
+        others = Counter(places)
         with contextlib.suppress(OSError):  # a process may lack the permission
             allowed = os.sched_getaffinity(0)
             fewest = min(others[each] for each in allowed)
