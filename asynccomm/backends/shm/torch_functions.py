@@ -1,6 +1,6 @@
-"""Functions of torch's C++ library that answer in the fast path what DLPack does not tell of a tensor.
+"""Functions of torch's C++ library by which the fast path knows of a tensor more than DLPack tells.
 
-These are its offset in its storage, the bytes of the storage, which may have been resized or freed, and whether the
+They give its offset in its storage, the bytes of the storage, which may have been resized or freed, and whether the
 tensor is lazily negated. The methods in Python take ten times as many instructions. Two functions belong to torch's
 stable interface in C (``torch/csrc/inductor/aoti_torch/c/shim.h``), the third one is C++. They take an ``at::Tensor``,
 which is part of the tensor's Python object (``THPVariable`` of ``torch/csrc/autograd/python_variable.h``).

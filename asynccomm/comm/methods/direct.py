@@ -1,4 +1,4 @@
-"""Methods of a comm whose usual calls begin in C, without a frame of Python code (``core/_methods.c``)."""
+"""Methods of a comm that begin their usual calls in C, without a frame of Python code (``core/_methods.c``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def direct(check: Callable[..., Call | Several], *names: str) -> Callable[[_Method], _Method]:
-    """Begin the calls of a method in C, if C was built: the method must only submit what ``check`` makes of arguments.
+    """Begin the calls of a method in C, if C was built: of one that only submits the result of ``check``.
 
     This is for calls with positional arguments alone. All others, and calls that are not for the fast path, go on to
     the method. It remains as it is where it is looked up, as by ``help`` and ``inspect.signature``.
