@@ -102,7 +102,7 @@ def test_overheads_compares_each_setting_with_nothing_on(tmp_path: Path) -> None
     done = bench("overheads.py", "--sizes", 8, "--rounds", 1, "--json", out)
     assert done.returncode == 0, done.stderr
     rows = {row["setting"]: row for row in json.loads(out.read_text())}
-    assert rows.keys() == {"small recorder", "off", "recorder", "events", "metrics", "trace", "hook"}
+    assert rows.keys() == {"small recorder", "off", "recorder", "unread events", "events", "metrics", "trace", "hook"}
     assert rows["off"]["more_us"] == 0
 
 
