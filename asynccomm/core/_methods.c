@@ -1,8 +1,9 @@
 /* Methods of a comm whose usual calls begin in C, without a frame of Python code.
  *
  * Such a method is in its class in place of the Python function that it wraps. Looked up, on the class or on an object, it is
- * that function, so that signatures and texts are the function's. Only a call `object.method(...)`, which looks nothing up,
- * comes here: with positional arguments alone it goes to the object's path, and if that is not for it, or else, to the function.
+ * that function; and an object that is taken from the dict of the class, as torch.compile and unittest.mock do, has the class and
+ * the attributes of a function. Only a call `object.method(...)`, which looks nothing up, comes here: with positional arguments
+ * alone it goes to the object's path, and if that is not for it, or else, to the function.
  */
 #include "_work.h"
 
@@ -17,6 +18,7 @@ static PyObject *name_fast;
 typedef struct {
     PyObject_HEAD
     PyObject *function, *check, *defaults; /* defaults: of the arguments of `check` behind the `required` ones */
+    PyObject *weak;                        /* weak references */
     Py_ssize_t required, positional;       /* positional: arguments of `check` that a call may have */
 } DirectMethod;
 
@@ -94,15 +96,18 @@ static int DirectMethod_clear(PyObject *self)
 static void DirectMethod_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
+    if (((DirectMethod *)self)->weak) PyObject_ClearWeakRefs(self);
     DirectMethod_clear(self);
     core_free(self);
 }
 
-static PyMemberDef method_members[] = {{"__wrapped__", T_OBJECT, offsetof(DirectMethod, function), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyObject *DirectMethod_getattro(PyObject *self, PyObject *name) { return PyObject_GetAttr(((DirectMethod *)self)->function, name); }
+
+static PyMemberDef method_members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(DirectMethod, weak), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
 static PyType_Slot method_slots[] = {
     {Py_tp_new, (void *)DirectMethod_new}, {Py_tp_dealloc, (void *)DirectMethod_dealloc}, {Py_tp_traverse, (void *)DirectMethod_traverse},
     {Py_tp_clear, (void *)DirectMethod_clear}, {Py_tp_call, (void *)DirectMethod_call}, {Py_tp_descr_get, (void *)DirectMethod_get},
-    {Py_tp_members, method_members}, {0, NULL}};
+    {Py_tp_members, method_members}, {Py_tp_getattro, (void *)DirectMethod_getattro}, {0, NULL}};
 static PyType_Spec method_spec = {"_work.DirectMethod", sizeof(DirectMethod), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_METHOD_DESCRIPTOR, method_slots};
 

@@ -21,8 +21,8 @@ def call_site(depth: int = 1) -> CallSite | None:
     """
     try:
         frame = _getframe(depth)
-    except ValueError:  # fewer frames than ``depth``
-        frame = _getframe(1)
+    except ValueError:  # fewer frames than ``depth``: called from C, without a program in Python
+        frame = _getframe(0)
     code = frame.f_code
     in_torch: CallSite | None = None
     while code.co_filename not in user_files:

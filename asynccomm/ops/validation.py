@@ -63,13 +63,25 @@ def check_tensor(
 
 
 def check_memory(name: str, tensor: Tensor, key: int | str | None = None) -> None:
-    """Check that the storage of a tensor reaches to its last element; it may have been resized."""
+    """Check that a tensor has memory, and its storage reaches to its last element; it may have been resized."""
     there, needed = tensor.untyped_storage().nbytes(), _extent(tensor)
     if there < needed:
         raise ValueError(
             f"{_named(name, key)} needs {needed} bytes of memory (shape {tuple(tensor.shape)}, {tensor.dtype}), but "
             f"its storage was resized to {there}"
         )
+    if needed and not _has_memory(tensor):
+        raise ValueError(f"{_named(name, key)} has no memory ({type(tensor).__name__} of shape {tuple(tensor.shape)})")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has values: those of tracers have none, and torch makes up some zeros."""
+    if tensor.untyped_storage().device != tensor.device:
+        return False
+    try:
+        return tensor.is_meta or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _named(name: str, key: int | str | None) -> str:

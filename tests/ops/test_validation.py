@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from asynccomm.ops import Recv, Send
 from asynccomm.ops.dtypes import REAL
@@ -112,6 +113,16 @@ def test_without_memory(argument: Argument) -> None:
             f"{argument.name} needs {needed} bytes of memory (shape {argument.shape}, torch.float32)"
         )
         assert text.endswith("but its storage was resized to 0")
+
+
+@each(TENSORS)
+def test_without_values(argument: Argument) -> None:
+    shape = argument.shape
+    with FakeTensorMode():
+        fake = torch.zeros(shape)
+    for tensor in (fake, torch._efficientzerotensor(shape)):
+        text = fails(ValueError, argument.use, comm, tensor)
+        assert text == f"{argument.name} has no memory ({type(tensor).__name__} of shape {shape})"
 
 
 def test_memory_of_views() -> None:

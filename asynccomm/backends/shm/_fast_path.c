@@ -62,7 +62,7 @@ PyObject *core_tensor_in(PyObject *argument, Py_ssize_t k)
     return PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, k) : argument;
 }
 
-/* Ask the tensors among the arguments, which key_of has found to be usual, for their dtypes; -1 with an exception. */
+/* Ask the tensors among the arguments for their dtypes; as hold_arguments. key_of may have looked at the first ones only. */
 static int ask_dtypes(const FastPath *f, const Arguments *arguments, Tensors *tensors)
 {
     tensors->count = 0;
@@ -70,14 +70,16 @@ static int ask_dtypes(const FastPath *f, const Arguments *arguments, Tensors *te
         PyObject *argument = arguments->items[k];
         Py_ssize_t count = core_tensors_in(f, argument);
         for (Py_ssize_t j = 0; j < count; j++) {
-            PyObject *dtype = PyObject_GetAttr(core_tensor_in(argument, j), name_dtype);
+            PyObject *item = core_tensor_in(argument, j);
+            if (!core_is_tensor(f, item) || tensors->count == MOST_TENSORS) return 0;
+            PyObject *dtype = PyObject_GetAttr(item, name_dtype);
             if (!dtype) return -1;
             Py_DECREF(dtype);
             tensors->dtype[tensors->count++] = dtype;
         }
     }
     tensors->with_dtypes = 1;
-    return 0;
+    return 1;
 }
 
 /* Whether the memory that DLPack shows holds the values of a tensor, and has as many bytes: a storage may have been resized, or
@@ -330,7 +332,7 @@ Entry *core_learn(FastPath *f, PyObject *learn, PyObject *given, const uint64_t 
 /* Have Python make a recipe of a call; -1 with an exception. */
 static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, Tensors *tensors)
 {
-    if (!tensors->with_dtypes && ask_dtypes(f, arguments, tensors)) return -1;
+    if (!tensors->with_dtypes && ask_dtypes(f, arguments, tensors) < 0) return -1;
     PyObject *all = core_tuple_of(arguments->items, arguments->count), *dtypes = core_tuple_of(tensors->dtype, tensors->count);
     Entry *entry = all && dtypes ? core_learn(f, f->learn, all, key->words, key->count, tensors->count, arguments->count - 1) : NULL;
     if (entry) {
@@ -698,8 +700,9 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, int inner,
     if (result < 0) result = 1; /* with the exception */
     else if (result) {
         result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
-        if (!result && tensors.want_dtypes)
-            result = ask_dtypes(f, &arguments, &tensors) ? 1 : try_known(f, &arguments, &tensors, args, site, started, queue, work);
+        if (!result && tensors.want_dtypes && (result = ask_dtypes(f, &arguments, &tensors)) > 0)
+            result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
+        if (result < 0) result = 1; /* with the exception */
         if (result == 2) result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
         if (result == 2) result = 0; /* forgotten already */
     }

@@ -164,7 +164,7 @@ typedef struct {
     int unsettled_count;
     Entry *entries[ENTRIES];
     int known;
-    int refused; /* the next call is one that was not for this path */
+    int refused; /* the last call of a method in C was not for this path: the next one of `submit`, most likely the same, goes on */
     int64_t patience;                  /* nanoseconds */
     double short_wait;                 /* seconds: after a longer wait, the next one is no spin */
 } FastPath;

@@ -144,7 +144,11 @@ class Arena:
             try:
                 self._reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             except OSError:  # without /proc, the peers' mappings alone are for reading only
-                self._reader = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+                try:
+                    self._reader = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+                except OSError:
+                    os.close(fd)
+                    raise
             self._fd = fd
 
     def _tidy(self) -> None:

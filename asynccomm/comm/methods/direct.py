@@ -16,7 +16,7 @@ def direct(check: Callable[..., Call | Several], *names: str) -> Callable[[_Meth
     """Begin the calls of a method in C, if C was built: of one that only submits the result of ``check``.
 
     This is for calls with positional arguments alone. All others, and calls that are not for the fast path, go on to
-    the method. It remains as it is where it is looked up, as by ``help`` and ``inspect.signature``.
+    the method. It remains a function where it is looked up, as by ``help`` and ``inspect.signature``.
 
     Args:
         check: as for ``CommBase._call``.

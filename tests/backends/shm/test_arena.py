@@ -1,5 +1,7 @@
 """Memory for tensors that other ranks can read: where it lies, when it is freed, and forked children."""
 
+import errno
+import fcntl
 import gc
 import os
 import threading
@@ -39,6 +41,24 @@ def test_the_file_is_closed_with_its_last_holder_and_tensor(made: Arena) -> None
     arena.hold()
     assert arena.bytes(10).fill_(1).sum() == 10
     arena.release()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_without_descriptors_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def control(fd: int, command: int, *rest: int) -> int:
+        if command == fcntl.F_DUPFD_CLOEXEC:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return forward(fd, command, *rest)
+
+    def without(path: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    forward = fcntl.fcntl
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("asynccomm.backends.shm.arena.fcntl.fcntl", control)
+    monkeypatch.setattr("asynccomm.backends.shm.arena.os.open", without)
+    with pytest.raises(OSError, match="Too many open files"):
+        Arena().hold()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

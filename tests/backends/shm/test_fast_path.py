@@ -833,6 +833,19 @@ async def test_dtypes_that_look_alike_are_told_apart() -> None:
 
 
 @pytest.mark.ranks(2)
+async def test_lists_of_dtypes_that_look_alike_are_checked_to_their_ends() -> None:
+    async with counted() as (comm, paths):
+        for _ in range(3):
+            many = [torch.full((4,), comm.rank + 1, dtype=torch.uint8) for _ in range(300)]  # more than a key may have
+            assert {tensor.sum().item() for tensor in await comm.all_reduce_coalesced(many)} == {12}
+        one = torch.zeros(2, dtype=torch.uint8)
+        for other in (None, "x"):
+            with pytest.raises(TypeError, match=r"^tensor_list\[1\] must be a torch.Tensor"):
+                comm.all_gather([one, other], one)  # type: ignore[list-item]
+        assert paths.took() == "ordinary"
+
+
+@pytest.mark.ranks(2)
 async def test_a_lazily_negated_tensor_is_sent_as_its_values() -> None:
     async with counted() as (comm, paths):
         root = torch.ones(3)
@@ -864,6 +877,11 @@ async def test_a_thread_without_python_frames_may_call() -> None:
         while comm.statistics().submitted < 2:
             await asyncio.sleep(0)
         assert comm.statistics()[:2] == (2, 0)
+        call = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_void_p)
+        method = call(("PyObject_CallMethodObjArgs", ctypes.pythonapi))
+        _thread.start_new_thread(method, (comm, "barrier", None))  # as a program in C does
+        while comm.statistics().submitted < 3:
+            await asyncio.sleep(0)
 
 
 def test_modules_that_were_chosen_at_different_times() -> None:

@@ -8,12 +8,15 @@ import pydoc
 import sys
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from asynccomm import Comm, Work, ops
+from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.direct import direct
 from asynccomm.core.callsite import show
 from asynccomm.core.native import CoreUnavailable, load
@@ -31,6 +34,39 @@ def test_a_method_that_is_looked_up_is_its_function() -> None:
     text = pydoc.plain(pydoc.render_doc(Comm))
     assert "all_reduce(self, tensor: 'Tensor'" in text
     assert "Combine all ranks' ``tensor`` elementwise" in text
+
+
+@in_c
+def test_a_method_that_is_looked_up_statically_looks_like_its_function() -> None:
+    method = vars(Collectives)["all_reduce"]
+    assert isinstance(method, FunctionType)
+    assert method.__code__ is Comm.all_reduce.__code__
+    assert method.__doc__ == Comm.all_reduce.__doc__
+    assert weakref.ref(method)() is method
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        method.nothing  # noqa: B018
+    imitated = mock.create_autospec(Comm, instance=True)
+    imitated.all_reduce(torch.ones(1))
+    imitated.barrier()
+    with pytest.raises(TypeError, match="tensor"):
+        imitated.all_reduce()
+
+
+@in_c
+@pytest.mark.exhaustive  # the import of the compiler takes seconds
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+@pytest.mark.ranks(1)
+async def test_a_compiled_function_may_call_it(comm: Comm) -> None:
+    def function(x: torch.Tensor, *, by_name: bool) -> tuple[torch.Tensor, Work[Any], Work[Any]]:
+        y = x + 1
+        return y, comm.all_reduce(tensor=y) if by_name else comm.all_reduce(y), comm.barrier()
+
+    compiled = torch.compile(function, backend="eager")
+    for by_name in (False, True, False):
+        y, reduced, barrier = compiled(torch.ones(3), by_name=by_name)
+        assert await reduced is y
+        await barrier
+        assert show(reduced.site).endswith(" in function")
 
 
 @in_c
