@@ -76,10 +76,10 @@ def check_memory(name: str, tensor: Tensor, key: int | str | None = None) -> Non
 
 def _has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has values: those of tracers have none, and torch makes up some zeros."""
-    if tensor.untyped_storage().device != tensor.device:
-        return False
+    if tensor.is_meta or tensor.untyped_storage().device.type == "meta":
+        return tensor.is_meta  # else a tracer's, which says that it lies elsewhere
     try:
-        return tensor.is_meta or tensor.data_ptr() != 0
+        return tensor.data_ptr() != 0
     except RuntimeError:
         return False
 
