@@ -8,7 +8,7 @@
  */
 #include "_fast_path.h"
 
-enum { LEAST_FRAME = 64 << 10, FRAMES = 8 }; /* bytes of a DATA frame, if the ring allows, and how many make a message */
+enum { LEAST_FRAME = 32 << 10, FRAMES = 16 }; /* bytes of a DATA frame, if the ring allows, and how many make a message */
 enum { PIECE = 8 << 10 };                     /* bytes of a short message after which its reader may go on */
 
 /* ---- short ones --------------------------------------------------------------------------------------------------- */
