@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #if defined(__linux__)
-#include <sys/random.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 
 static ssize_t read_memory(int pid, void *to, const void *from, size_t n)
@@ -19,7 +19,8 @@ static ssize_t read_memory(int pid, void *to, const void *from, size_t n)
     struct iovec here = {to, n}, there = {(void *)(uintptr_t)from, n};
     return process_vm_readv(pid, &here, 1, &there, 1, 0);
 }
-static int random_number(uint64_t *number) { return getrandom(number, sizeof *number, 0) == sizeof *number ? 0 : -1; }
+/* getrandom(), which glibc has from 2.25 on; wheels are for 2.17 */
+static int random_number(uint64_t *number) { return syscall(SYS_getrandom, number, sizeof *number, 0) == sizeof *number ? 0 : -1; }
 #else
 static ssize_t read_memory(int pid, void *to, const void *from, size_t n) { return errno = ENOSYS, -1; }
 static int random_number(uint64_t *number) { return -1; }
