@@ -11,10 +11,11 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import TypeVar, final
 
+from asynccomm.backends.latch import Latch
 from asynccomm.core.mailbox import Mailbox
 
 T = TypeVar("T")
@@ -107,6 +108,15 @@ class OrderedExecutor:
                 self._warned = True
                 _log.warning("%s: more than %d lanes are busy; the newest wait", self._name, self._limit)
         self._threads.run(lambda: self._work_off(lane))
+
+    def behind(self, lanes: Iterable[Hashable], job: Callable[[], object]) -> Callable[[], None]:
+        """A function to be called once: ``job`` runs then, but not before the jobs now in ``lanes`` are over."""
+        with self._lock:
+            busy = [jobs for lane in lanes if (jobs := self._lanes.get(lane)) is not None]
+            over = Latch(len(busy) + 1, lambda _: job())
+            for jobs in busy:
+                jobs.append(over)
+        return over
 
     def _work_off(self, lane: Hashable) -> None:
         jobs = self._lanes[lane]

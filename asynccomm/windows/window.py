@@ -245,7 +245,7 @@ class Window(Handle):
     def fence(self, rank: SupportsIndex | None = None, *, timeout: Timeout = None) -> Work[None]:
         """Wait until this rank's earlier operations have taken effect on ``rank``; None: on all ranks.
 
-        Not collective: with a barrier behind it, all ranks may read all memory.
+        They are done then. Not collective: with a barrier behind it, all ranks may read all memory.
         """
         fast = self._fast if timeout is None else None
         if fast is not None and (work := fast.fence(rank)) is not None:

@@ -73,6 +73,25 @@ def test_a_blocked_lane_does_not_hold_the_others(gate: threading.Event) -> None:
     assert done == ["send", "blocked"]
 
 
+def test_a_job_behind_lanes(gate: threading.Event) -> None:
+    lanes, over, later = OrderedExecutor("behind", 3), threading.Event(), threading.Event()
+    lanes.put("a", gate.wait)
+    lanes.put("b", gate.wait)
+    then = lanes.behind(["a", "b", "idle"], over.set)
+    lanes.put("a", later.wait)  # comes after it
+    then()
+    assert not over.is_set()
+    gate.set()
+    assert over.wait(PATIENCE)
+    later.set()
+    assert lanes.join(PATIENCE) is not False
+    again = threading.Event()
+    then = lanes.behind(["a"], again.set)
+    assert not again.is_set()
+    then()
+    assert again.is_set()
+
+
 def test_one_job_of_a_lane_at_a_time() -> None:
     lanes = OrderedExecutor("exclusive", 8)
     busy = threading.Lock()

@@ -243,13 +243,18 @@ class WindowService:
             self._check_there(op, peer)
             arrival = self._gloo.recv(room(ACK_BYTES), peer, REPLY_TAG)
             steps += [self._request(peer, WindowRequest(RequestKind.FENCE, op.window).message()), arrival.wait]
-        self._lanes.put("fence", partial(self._complete, submission, steps))
+        # earlier operations have taken effect when the replies come, but their own lanes may not have settled them yet
+        before = [(lane, peer) for peer in peers for lane in ("send", "reply")]
+        settle = self._lanes.behind(before, submission.work.settle)
+        self._lanes.put("fence", partial(self._complete, submission, steps, settle))
 
     def _send(self, peer: int, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
         self._lanes.put(("send", peer), partial(self._complete, submission, steps))
 
-    def _complete(self, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
-        """Wait for the messages of an operation, and settle it. On a lane."""
+    def _complete(
+        self, submission: Submission, steps: Sequence[Callable[[], object]], settle: Callable[[], object] | None = None
+    ) -> None:
+        """Wait for the messages of an operation, and settle it, by ``settle`` if it is given. On a lane."""
         if self._ended:
             return
         try:
@@ -258,7 +263,7 @@ class WindowService:
         except Exception as exc:
             self._fail(str(submission.op), exc)
         else:
-            submission.work.settle()
+            (settle or submission.work.settle)()
 
     def _fail(self, doing: str, exc: Exception) -> None:
         if self._ended:

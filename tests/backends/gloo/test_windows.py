@@ -21,6 +21,7 @@ from asynccomm.core.work import Work
 from asynccomm.ops import WindowInfo, WindowPut, WindowSignal
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.validation import CommInfo
+from tests.waiting import until
 
 GROUP = CommInfo("c", 0, 1, torch.device("cpu"))
 UNUSED: Any = None
@@ -126,3 +127,27 @@ async def test_short_requests_are_done_in_the_call_and_do_not_pile_up() -> None:
     gloo.over.set()
     made.join(20)
     made.end()
+
+
+@pytest.mark.ranks(2)
+async def test_earlier_operations_are_done_before_a_fence_is() -> None:
+    async with new_comm("gloo") as comm, await comm.window(4 * SHORT) as window:
+        if comm.rank == 0:
+            service = window._backend._service  # type: ignore[attr-defined]
+            gates = [threading.Event(), threading.Event()]
+            for lane, gate in zip(("send", "reply"), gates, strict=True):
+                service._lanes.put((lane, 1), gate.wait)  # their threads are late
+            out = torch.zeros(2)
+            put, get, fence = window.put(torch.ones(SHORT), 1), window.get(out, 1), window.fence()
+            later = window.fence()
+            await until(lambda: "fence" not in service._lanes._lanes)  # all replies have come
+            assert not fence.done()
+            assert not later.done()
+            for gate in gates:
+                gate.set()
+            await fence
+            assert put.done()
+            assert get.done()
+            assert out.tolist() == [1.0, 1.0]
+            await later
+        await comm.barrier()
