@@ -121,6 +121,7 @@ class P2P(CommBase):
         hints: Mapping[str, str] | None = None,
     ) -> Work[Tensor]:
         """Receive a tensor that rank ``src`` sends under ``tag`` into ``tensor``: as many elements, the same dtype.
+
         While the Work is pending, and after it has failed or was cancelled, ``tensor`` may hold a part of a message.
 
         Args:
