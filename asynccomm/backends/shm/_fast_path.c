@@ -62,75 +62,65 @@ PyObject *core_tensor_in(PyObject *argument, Py_ssize_t k)
     return PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, k) : argument;
 }
 
-/* Ask the tensors among the arguments for their dtypes; as hold_arguments. key_of may have looked at the first ones only. */
-static int ask_dtypes(const FastPath *f, const Arguments *arguments, Tensors *tensors)
+/* The dtypes of the tensors among the arguments, a tuple; NULL with an exception. */
+static PyObject *dtypes_of(const FastPath *f, const Arguments *arguments, int count)
 {
-    tensors->count = 0;
-    for (int k = 1; k < arguments->count; k++) {
-        PyObject *argument = arguments->items[k];
-        Py_ssize_t count = core_tensors_in(f, argument);
-        for (Py_ssize_t j = 0; j < count; j++) {
-            PyObject *item = core_tensor_in(argument, j);
-            if (!core_is_tensor(f, item) || tensors->count == MOST_TENSORS) return 0;
-            PyObject *dtype = PyObject_GetAttr(item, name_dtype);
-            if (!dtype) return -1;
-            Py_DECREF(dtype);
-            tensors->dtype[tensors->count++] = dtype;
+    PyObject *dtypes = PyTuple_New(count);
+    int number = 0;
+    for (int k = 1; dtypes && k < arguments->count; k++) {
+        Py_ssize_t n = core_tensors_in(f, arguments->items[k]);
+        for (Py_ssize_t j = 0; dtypes && j < n; j++) {
+            PyObject *dtype = PyObject_GetAttr(core_tensor_in(arguments->items[k], j), name_dtype);
+            if (!dtype || PyTuple_SetItem(dtypes, number++, dtype)) Py_CLEAR(dtypes);
         }
     }
-    tensors->with_dtypes = 1;
-    return 1;
+    return dtypes;
 }
 
-/* Whether the memory that DLPack shows holds the values of a tensor, and has as many bytes: a storage may have been resized, or
- * freed, and the values of a tensor that is lazily negated are others. */
-static int is_whole(const FastPath *f, PyObject *tensor, int64_t nbytes, int64_t item, int64_t *offset)
+char *core_address_of(const FastPath *f, PyObject *tensor)
 {
-    const Questions *ask = &f->questions;
-    void *handle = (char *)tensor + ask->place;
-    int64_t bytes;
-    return !ask->is_negated(handle) && !ask->storage_offset(handle, offset) && !ask->storage_bytes(handle, &bytes)
-           && *offset * item + nbytes <= bytes;
+    char *data;
+    return f->questions.data((char *)tensor + f->questions.place, &data) ? NULL : data;
+}
+
+/* The bytes of one element of a tensor on the CPU that has its values in its storage; 0 for others. */
+static int64_t item_bytes_of(const Questions *ask, void *handle, int32_t *dtype)
+{
+    int32_t device, layout;
+    if (ask->device_type(handle, &device) || device != ask->cpu || ask->layout(handle, &layout) || layout != ask->strided
+        || ask->is_negated(handle) || ask->dtype(handle, dtype) || *dtype < 0 || *dtype >= MOST_DTYPES)
+        return 0;
+    return ask->item_bytes[*dtype];
 }
 
 int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors)
 {
-    DLTensor found;
     if (!core_is_tensor(f, tensor) || tensors->count == MOST_TENSORS || key->count + 2 + MOST_DIMS > MOST_WORDS) return 0;
-    if (f->table->look(tensor, &found)) {
-        PyErr_Clear();
-        return 0;
-    }
-    if (found.device.type != DL_CPU || found.ndim > MOST_DIMS || found.dtype.lanes != 1 || found.dtype.bits % 8
-        || found.dtype.code == DL_COMPLEX)
-        return 0;
-    int64_t numel = 1, item = found.dtype.bits / 8;
-    for (int k = found.ndim - 1; k >= 0; k--) {
-        if (found.shape[k] != 1 && found.strides && found.strides[k] != numel) return 0;
-        numel *= found.shape[k];
-    }
+    const Questions *ask = &f->questions;
+    void *handle = (char *)tensor + ask->place;
     int number = tensors->count;
+    int32_t dtype;
+    int64_t item = item_bytes_of(ask, handle, &dtype), ndim, *shape, *strides, bytes, numel = 1, *offset = &tensors->offset[number];
+    if (!item || ask->ndim(handle, &ndim) || ndim > MOST_DIMS || ask->shape(handle, &shape) || ask->strides(handle, &strides)) return 0;
+    for (int64_t k = ndim - 1; k >= 0; k--) {
+        if (shape[k] != 1 && strides[k] != numel) return 0;
+        numel *= shape[k];
+    }
     int64_t nbytes = numel * item;
-    if (!nbytes || !found.data || !is_whole(f, tensor, nbytes, item, &tensors->offset[number])) return 0;
-    char *data = (char *)found.data + found.byte_offset;
+    char *data; /* a storage may have been resized, or freed */
+    if (!nbytes || ask->storage_offset(handle, offset) || ask->storage_bytes(handle, &bytes) || *offset * item + nbytes > bytes
+        || ask->data(handle, &data) || !data)
+        return 0;
     int same = 0; /* the number of a tensor before in the same memory, from 1 on */
     for (int k = 0; k < number; k++) {
         if (data == tensors->data[k] && nbytes == tensors->nbytes[k]) same = k + 1;
         else if (data < tensors->data[k] + tensors->nbytes[k] && tensors->data[k] < data + nbytes) return 0;
     }
-    PyObject *dtype = NULL;
-    if (found.dtype.code <= DL_UINT && found.dtype.bits == 8) { /* integers of fewer bits are the same to DLPack */
-        if (!tensors->with_dtypes) {
-            tensors->want_dtypes = 1;
-            return 0;
-        }
-        dtype = tensors->dtype[number];
-    }
     uint64_t *words = key->words + key->count;
-    words[0] = OF_TENSOR | (uint64_t)found.ndim << 24 | (uint64_t)same << 32;
-    words[1] = dtype ? (uint64_t)(uintptr_t)dtype : (uint64_t)found.dtype.code << 8 | found.dtype.bits;
-    for (int k = 0; k < found.ndim; k++) words[2 + k] = (uint64_t)found.shape[k];
-    key->count += 2 + found.ndim;
+    words[0] = OF_TENSOR | (uint64_t)ndim << 24 | (uint64_t)same << 32;
+    words[1] = (uint64_t)dtype;
+    for (int64_t k = 0; k < ndim; k++) words[2 + k] = (uint64_t)shape[k];
+    key->count += 2 + (int)ndim;
     tensors->count++;
     tensors->data[number] = data, tensors->nbytes[number] = nbytes;
     return 1;
@@ -330,10 +320,9 @@ Entry *core_learn(FastPath *f, PyObject *learn, PyObject *given, const uint64_t 
 }
 
 /* Have Python make a recipe of a call; -1 with an exception. */
-static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, Tensors *tensors)
+static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, const Tensors *tensors)
 {
-    if (!tensors->with_dtypes && ask_dtypes(f, arguments, tensors) < 0) return -1;
-    PyObject *all = core_tuple_of(arguments->items, arguments->count), *dtypes = core_tuple_of(tensors->dtype, tensors->count);
+    PyObject *all = core_tuple_of(arguments->items, arguments->count), *dtypes = dtypes_of(f, arguments, tensors->count);
     Entry *entry = all && dtypes ? core_learn(f, f->learn, all, key->words, key->count, tensors->count, arguments->count - 1) : NULL;
     if (entry) {
         entry->make = arguments->items[0], entry->dtypes = dtypes;
@@ -694,15 +683,11 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, int inner,
     int result = hold_arguments(&arguments, args, n);
     if (result <= 0) return result < 0;
     PyObject *site = NULL, *queue = NULL;
-    tensors.with_dtypes = tensors.want_dtypes = 0;
     if (!(site = core_site_of(f, inner))) result = -1;
     else if (f->counts->scopes) result = core_queue_of(f, &queue);
     if (result < 0) result = 1; /* with the exception */
     else if (result) {
         result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
-        if (!result && tensors.want_dtypes && (result = ask_dtypes(f, &arguments, &tensors)) > 0)
-            result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
-        if (result < 0) result = 1; /* with the exception */
         if (result == 2) result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
         if (result == 2) result = 0; /* forgotten already */
     }
@@ -799,16 +784,22 @@ static void FastPath_dealloc(PyObject *self)
     core_free(self);
 }
 
-static DLPackTable *table_of(PyObject *tensor)
+/* Functions of torch, from a TorchFunctions; -1 with an exception. */
+static int fill_questions(Questions *ask, PyObject *functions)
 {
-    PyObject *capsule = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
-    DLPackTable *table = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
-    Py_XDECREF(capsule);
-    if (table && (table->version.major != 1 || !table->look)) {
-        PyErr_Format(PyExc_RuntimeError, "DLPack's table has version %u.%u", table->version.major, table->version.minor);
-        return NULL;
-    }
-    return table;
+    PyObject *items = PySequence_GetItem(functions, 3);
+    Py_ssize_t count = items ? PySequence_Size(items) : -1;
+    for (Py_ssize_t k = 0; k < count && k < MOST_DTYPES; k++) ask->item_bytes[k] = (uint8_t)core_number_at(items, k, 0, 255, "bytes");
+    Py_XDECREF(items);
+    ask->place = core_number_at(functions, 0, 0, INT64_MAX, "place");
+    ask->cpu = (int32_t)core_number_at(functions, 1, 0, INT32_MAX, "cpu"), ask->strided = (int32_t)core_number_at(functions, 2, 0, INT32_MAX, "strided");
+    void *addresses[10];
+    for (int k = 0; k < 10; k++) addresses[k] = (void *)(uintptr_t)core_number_at(functions, 4 + k, 1, INT64_MAX, "address");
+    if (PyErr_Occurred()) return -1;
+    void **at = addresses;
+    ask->is_negated = *at++, ask->device_type = *at++, ask->layout = *at++, ask->dtype = *at++, ask->ndim = *at++;
+    ask->shape = *at++, ask->strides = *at++, ask->storage_offset = *at++, ask->storage_bytes = *at++, ask->data = *at;
+    return 0;
 }
 
 /* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, passed_files, recent, notes, note,
@@ -819,13 +810,13 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     FastPath *f = (FastPath *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     long long short_bytes;
     double patience;
-    unsigned long long is_negated, storage_offset, storage_bytes;
+    PyObject *functions;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!O(OOO!)OOOO(LKKK)O!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!O(OOO!)OOOOO!O!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &PySet_Type, &f->passed_files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
                                   &f->profiler, Lock_Type, &f->lock, &f->driven, &f->driver, &f->arm, &PySet_Type, &f->waited,
-                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &f->questions.place, &is_negated, &storage_offset, &storage_bytes, &PyTuple_Type, &f->values, &short_bytes, &patience, &f->short_wait,
+                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &functions, &PyTuple_Type, &f->values, &short_bytes, &patience, &f->short_wait,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
                                   &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
 #define HOLD(name) Py_XINCREF((PyObject *)f->name);
@@ -835,12 +826,9 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
         parsed = 0;
     }
     f->short_bytes = short_bytes;
-    if (parsed && (f->table = table_of((PyObject *)f->tensor))) {
+    if (parsed && !fill_questions(&f->questions, functions)) {
         f->base.submit = submit_directly;
         f->patience = (int64_t)(patience * 1e9);
-        f->questions.is_negated = (_Bool(*)(void *))(uintptr_t)is_negated;
-        f->questions.storage_offset = (int32_t(*)(void *, int64_t *))(uintptr_t)storage_offset;
-        f->questions.storage_bytes = (int32_t(*)(void *, int64_t *))(uintptr_t)storage_bytes;
         f->constant_count = (int)PyTuple_Size(f->values);
         if (f->constant_count > MOST_CONSTANTS) f->constant_count = MOST_CONSTANTS;
         for (int k = 0; k < f->constant_count; k++) f->constants[k] = PyTuple_GetItem(f->values, k);

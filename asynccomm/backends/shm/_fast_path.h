@@ -18,32 +18,20 @@
 #define MOST_POSTED 64  /* messages */
 #define MOST_PASSED 32  /* frames between the user's and the call */
 
-/* ---- tensors, by the table of functions that torch publishes for DLPack, and by those of torch_functions.py -------- */
+/* ---- tensors, by torch's functions in C and C++: torch_functions.py ------------------------------------------------ */
 
-/* dlpack.h, version 1: the members up to `dltensor_from_py_object_no_sync` */
-typedef struct {
-    void *data;
-    struct { int32_t type, id; } device;
-    int32_t ndim;
-    struct { uint8_t code, bits; uint16_t lanes; } dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} DLTensor;
-typedef struct {
-    struct { uint32_t major, minor; } version;
-    void *previous;
-    void *allocate, *export_tensor, *import_tensor;
-    int (*look)(void *tensor, DLTensor *found);
-} DLPackTable;
+enum { MOST_DTYPES = 64 };
 
-/* torch_functions.TorchFunctions; all take the address of an at::Tensor, and those of a number return 0 */
+/* torch_functions.TorchFunctions; all take the address of an at::Tensor, and those that give a value return 0, or an error */
 typedef struct {
-    long long place;
+    int64_t place;
+    int32_t cpu, strided;            /* what a tensor's device_type and layout must be */
+    uint8_t item_bytes[MOST_DTYPES]; /* by dtype; 0: it is not for this path */
     _Bool (*is_negated)(void *tensor);
-    int32_t (*storage_offset)(void *tensor, int64_t *offset), (*storage_bytes)(void *tensor, int64_t *bytes);
+    int32_t (*device_type)(void *tensor, int32_t *type), (*layout)(void *tensor, int32_t *layout), (*dtype)(void *tensor, int32_t *dtype),
+        (*ndim)(void *tensor, int64_t *ndim), (*shape)(void *tensor, int64_t **shape), (*strides)(void *tensor, int64_t **strides),
+        (*storage_offset)(void *tensor, int64_t *offset), (*storage_bytes)(void *tensor, int64_t *bytes), (*data)(void *tensor, char **data);
 } Questions;
-
-enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5 };
 
 /* The lowest byte of the first word of an argument in a key; the first word of all is the address of the method's check, or
  * SEVERAL for a key of the serial numbers of calls. */
@@ -66,8 +54,7 @@ typedef struct {
     char *data[MOST_TENSORS];
     int64_t nbytes[MOST_TENSORS];
     int64_t offset[MOST_TENSORS]; /* in the storage, in elements */
-    PyObject *dtype[MOST_TENSORS]; /* borrowed: dtypes live for ever */
-    int count, with_dtypes, want_dtypes; /* whether the dtypes are known, and whether a key needs them */
+    int count;
 } Tensors;
 
 /* The arguments of a call, with tuples in place of lists, which other threads may change. */
@@ -150,7 +137,6 @@ typedef struct {
     PyObject *waited;       /* a set: the Works that threads wait for, which Python drives */
     CallLog *recent;
     ReentrantLock *lock;
-    DLPackTable *table;
     Questions questions;
     PyTypeObject *tensor, *parameter;
     PyObject *codes[CODES], *passed[CODES]; /* of the user, that have called, and between them and the call; by their addresses */
@@ -184,6 +170,9 @@ PyObject *core_tensor_in(PyObject *argument, Py_ssize_t k);
 
 /* Append a tensor to the key, and take its address. 1: done; 0: it is unusual. Runs no Python code. */
 int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors);
+
+/* The address of the first element of a tensor, or NULL. Runs no Python code. */
+char *core_address_of(const FastPath *f, PyObject *tensor);
 
 /* Pass a little time; 0 if there was enough of it, or if the last wait, of `waited` seconds, was too long for another spin. */
 int core_goes_on(const FastPath *f, double waited, Spin *spin);

@@ -283,15 +283,6 @@ static int are_apart(const Flush *flush)
     return apart;
 }
 
-/* Whether a tensor still has the memory that it had at the call. */
-static int is_where_it_was(const FastPath *f, PyObject *tensor, const char *data)
-{
-    DLTensor found;
-    if (!f->table->look(tensor, &found)) return (char *)found.data + found.byte_offset == data;
-    PyErr_Clear();
-    return 0;
-}
-
 int core_has_memory(const FastPath *f, const HeldCall *call)
 {
     int number = 0;
@@ -299,7 +290,7 @@ int core_has_memory(const FastPath *f, const HeldCall *call)
         PyObject *argument = PyTuple_GetItem(call->arguments, k);
         Py_ssize_t n = core_tensors_in(f, argument);
         for (Py_ssize_t j = 0; j < n; j++)
-            if (!is_where_it_was(f, core_tensor_in(argument, j), call->tensors[number++].data)) return 0;
+            if (core_address_of(f, core_tensor_in(argument, j)) != call->tensors[number++].data) return 0;
     }
     return 1;
 }

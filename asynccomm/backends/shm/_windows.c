@@ -84,7 +84,7 @@ static int parse_comparison(const FastWindow *w, PyObject *argument, int *compar
 }
 
 /* Whether C may check and carry out a call: 1, or 0 for Python; -1 with an exception. */
-static int parse(const FastWindow *w, int kind, PyObject *const *args, Operation *op, Tensors *tensors)
+static int parse(const FastWindow *w, int kind, PyObject *const *args, Operation *op)
 {
     op->peer = -1;
     switch (kind) {
@@ -96,7 +96,6 @@ static int parse(const FastWindow *w, int kind, PyObject *const *args, Operation
             return 0;
         if (!(op->dtype = PyObject_GetAttr(args[0], field_names[PUT][DTYPE]))) return -1;
         Py_DECREF(op->dtype); /* dtypes live for ever */
-        tensors->dtype[0] = op->dtype, tensors->with_dtypes = 1;
         return 1;
     case SIGNAL:
         op->add = args[3] == Py_True;
@@ -249,7 +248,7 @@ static PyObject *submit(PyObject *self, int kind, PyObject *const *args, Py_ssiz
     }
     if (!w->path || !w->path->counts) Py_RETURN_NONE; /* the garbage collector has cleared it */
     PyObject *site = NULL, *work = NULL;
-    int usual = parse(w, kind, args, &op, &tensors);
+    int usual = parse(w, kind, args, &op);
     if (usual > 0 && !(site = core_site_of(w->path, 1))) usual = -1;
     if (usual > 0) usual = core_is_open(w->path);
     if (usual > 0 && kind == WAIT) usual = wait_for(w, &op);

@@ -7,20 +7,27 @@ import torch
 
 from asynccomm.backends.shm import torch_functions as module
 from asynccomm.backends.shm.torch_functions import torch_functions
+from asynccomm.ops.dtypes import CODES
 
 
 def test_this_torch_has_them() -> None:
     found = torch_functions()
     assert found is not None
-    assert all(found)
+    plain = [dtype for dtype in CODES if not dtype.is_complex and not str(dtype).startswith("torch.q")]
+    assert sorted(size for size in found.item_bytes if size) == sorted(dtype.itemsize for dtype in plain)
+    assert torch_functions() == torch_functions()
 
 
-def test_a_torch_without_one_of_them_is_not_asked() -> None:
-    assert torch_functions(("no_such_function", *module._NAMES[1:])) is None
+@pytest.mark.parametrize("field", module.NAMES)
+def test_a_torch_without_one_of_them_is_not_asked(field: str) -> None:
+    assert torch_functions({**module.NAMES, field: "no_such_function"}) is None
 
 
-def test_a_function_that_answers_otherwise_is_not_asked() -> None:
-    assert torch_functions((*module._NAMES[:2], "aoti_torch_get_numel")) is None
+@pytest.mark.parametrize("field", sorted({*module.NAMES} - {"is_negated", "dtype"}))
+def test_a_function_that_answers_otherwise_is_not_asked(field: str) -> None:
+    others = {"device_type": "dtype", "layout": "dtype", "shape": "strides", "strides": "shape"}
+    other = module.NAMES[others[field]] if field in others else "aoti_torch_get_numel"
+    assert torch_functions({**module.NAMES, field: other}) is None
 
 
 def test_a_torch_without_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
