@@ -236,6 +236,10 @@ class HeldCall(Protocol):
     def work(self) -> Work[Any]: ...
 
     @property
+    def nbytes(self) -> int:
+        """As of a Submission."""
+
+    @property
     def arguments(self) -> tuple[Any, ...]:
         """Those of ``DirectCalls.call`` from ``check`` on, with tuples in place of lists."""
 

@@ -10,6 +10,7 @@ from typing import Any, final
 
 from asynccomm.backends.base import FastCalls, HeldCall, Submission
 from asynccomm.batching.plan import BatchLimiter
+from asynccomm.core.state import HeldCalls
 from asynccomm.core.work import Work
 
 
@@ -21,7 +22,7 @@ def current_owner() -> object:
 
 
 @final
-class DeferredQueue:
+class DeferredQueue(HeldCalls):
     """Operations waiting to be submitted together.
 
     Used under the comm's lock, except for ``before_await`` and ``before_block``.
@@ -36,6 +37,7 @@ class DeferredQueue:
     """
 
     def __init__(self, owner: object, meter: BatchLimiter, send: Callable[[DeferredQueue], object]) -> None:
+        super().__init__()
         self.owner = owner
         self.works: list[Work[Any]] = []  #: the Works returned to callers, of all operations ever added
         self.items: list[Submission | HeldCall] = []
@@ -66,8 +68,7 @@ class DeferredQueue:
     def take(self, since: int = 0) -> list[Submission | HeldCall]:
         """Remove and return the waiting operations, or those added as number ``since`` and later."""
         keep = max(0, since - self._before)
-        taken = self.items[keep:]
-        del self.items[keep:]
+        taken, self.items = self.items[keep:], self.items[:keep]
         self._meter.clear()
         for item in self.items:
             self._meter.count(item.op)

@@ -79,8 +79,14 @@ class DeferredCalls:
 
     def taken_over(self, items: Sequence[Submission | HeldCall]) -> list[Submission]:
         """The submissions of held operations. Raises: ValueError if memory of a tensor was freed."""
-        group, call_context = self.submitter.group, self.submitter.call_context
-        return [item if isinstance(item, Submission) else submission_of(group, item, call_context()) for item in items]
+        return [item if isinstance(item, Submission) else self._taken_over(item) for item in items]
+
+    def _taken_over(self, held: HeldCall) -> Submission:
+        submitter = self.submitter
+        submission = submission_of(submitter.group, held, submitter.call_context())
+        submitter.in_flight.works[held.work] = held.nbytes
+        submitter.check_late(held.work)
+        return submission
 
     def _report_held(self, items: Sequence[Submission | HeldCall]) -> None:
         """Report calls that the fast path has held to the watchers, as it does not send them. Under the lock."""
@@ -98,16 +104,13 @@ class DeferredCalls:
         """
         submitter = self.submitter
         with submitter.lock:
-            taken = queue.take()
-            held = [item for item in taken if not item.work.done()]
-            if len(held) < len(taken):
-                self._report_held([item for item in taken if item.work.done()])  # the comm has broken
+            held = queue.take()
             if not held:
                 return
             try:
                 if queue.fast is None or not queue.fast.flush(held):
                     self._report_held(held)
-                    self._send(self.taken_over(held))
+                    self._send(self.taken_over([item for item in held if not item.work.done()]))  # else it has failed
                     return
             except BaseException as exc:
                 submitter.drop(held, describe_exception(exc))
@@ -118,6 +121,8 @@ class DeferredCalls:
             submitter.in_flight.wake()
 
     def _send(self, held: list[Submission]) -> None:
+        if not held:
+            return
         if (ordering := self.submitter.ordering) is not None:
             check_messages([planned(item) for item in held])
             held = ordering.issue_all(held)

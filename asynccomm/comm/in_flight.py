@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol, final
 
+from asynccomm.backends.base import Submission
+from asynccomm.batching.queue import DeferredQueue
 from asynccomm.core.callsite import show
 from asynccomm.core.deadlines import Deadlines
 from asynccomm.core.mailbox import Mailbox
@@ -75,7 +77,8 @@ class InFlight:
     def __init__(self, options: CommOptions, mailbox: Mailbox, on_expired: Callable[[Work[Any]], object]) -> None:
         # Used without a lock, one atomic step of the dict at a time: a backend may settle another rank's operation
         # inside submit(), while a thread that waits for the backend holds that rank's lock
-        self.works: dict[Work[Any], int] = {}  #: bytes by operation
+        self.works: dict[Work[Any], int] = {}  #: bytes by operation; without calls that the fast path holds for a scope
+        self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
         self.deadlines: Deadlines = Deadlines(mailbox, on_expired)
         self.timeout: float = options.timeout  #: the comm's time limit, in seconds
         self.counts: CallCounts = CallCounts()
@@ -101,6 +104,16 @@ class InFlight:
             self.set_timeout(self.timeout)
         self.wake()
 
+    def all(self) -> dict[Work[Any], int]:
+        """The bytes by operation, held ones included. From any thread."""
+        held = {
+            item.work: item.nbytes
+            for queue in list(self.queues.values())
+            for item in queue.items.copy()
+            if not isinstance(item, Submission)
+        }
+        return {**self.works, **held}
+
     def wake(self) -> None:
         """Have the tasks that wait for operations to settle look again. From any thread."""
         if self._waiters:
@@ -115,11 +128,11 @@ class InFlight:
     def pending(self) -> list[Work[Any]]:
         """The Works that are not done, oldest first. From any thread."""
         # the thread that settles a Work removes it only after it is done, when the caller may have gone on already
-        return sorted([work for work in self.works.copy() if not work.done()], key=attrgetter("started"))
+        return sorted([work for work in self.all() if not work.done()], key=attrgetter("started"))
 
     def statistics(self) -> CommStatistics:
         """Counts of operations submitted, in flight and held, at this time."""
-        pending = [(work, nbytes) for work, nbytes in self.works.copy().items() if not work.done()]  # see pending()
+        pending = [(work, nbytes) for work, nbytes in self.all().items() if not work.done()]  # see pending()
         return CommStatistics(
             self.counts.submitted,
             len(pending),
@@ -181,12 +194,13 @@ class InFlight:
         """Whether the operations in flight exceed the limits, without held ones, which only their scope can send."""
         if not self._much():
             return False
-        sent = [nbytes for work, nbytes in list(self.works.items()) if work.seq != UNNUMBERED]
+        sent = [nbytes for work, nbytes in self.all().items() if work.seq != UNNUMBERED]
         return len(sent) >= self._max_ops or sum(sent) >= self._max_bytes
 
     def _much(self) -> bool:
         """Whether the operations in flight, held ones included, exceed the limits."""
-        return len(self.works) >= self._max_ops or sum(list(self.works.values())) >= self._max_bytes
+        works = self.all()
+        return len(works) >= self._max_ops or sum(works.values()) >= self._max_bytes
 
 
 class RollCall(NamedTuple):

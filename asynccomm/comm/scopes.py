@@ -17,6 +17,7 @@ from asynccomm.batching.queue import DeferredQueue
 from asynccomm.comm.deferring import DeferredCalls
 from asynccomm.comm.submission import describe_exception
 from asynccomm.core.handles import Handle
+from asynccomm.core.state import values_of
 from asynccomm.core.work import Work
 from asynccomm.errors import AbortedError
 
@@ -65,8 +66,10 @@ class CoalesceScope(Handle):
         """The Works of the calls in the scope so far."""
         if self._works is not None:
             return self._works
-        pairs = zip(self._queues, self._since, strict=True)
-        return [work for queue, (_, since) in pairs for work in queue.works[since:]]
+        works: list[Work[Any]] = []
+        for queue, (_, since) in zip(self._queues, self._since, strict=True):
+            works += queue.works[since:]
+        return works
 
     def flush(self) -> None:
         """Send the operations held by this scope and the scopes around it. All ranks flush at the same place.
@@ -82,6 +85,9 @@ class CoalesceScope(Handle):
 
     async def _all(self) -> list[Any]:
         works = self.works
+        values = values_of(works)
+        if values is not None:
+            return values
         for work in works:
             if not work.done():
                 await work

@@ -152,13 +152,13 @@ class Session:
             with self.submitter.lock:
                 self.deferred.flush_all()
         await self.in_flight.wait_while(
-            lambda: self.error is None and any(not _of_stream(work) for work in self.in_flight.works.copy())
+            lambda: self.error is None and any(not _of_stream(work) for work in self.in_flight.all())
         )
 
     def retire(self) -> None:
         """Fail the remaining operations: another comm replaces this one, and no rank will answer them."""
         self._end_streams()
-        if self.in_flight.works:
+        if self.in_flight.all():
             self.fail(AbortedError(self.group.rank, "another comm goes on in place of this one"), notify=False)
 
     def set_timeout(self, timeout: float) -> None:
@@ -225,7 +225,7 @@ class Session:
         """Settle the receives of streams: they may stay idle for ever, without a reader."""
         ended = ClosedError(f"comm {self.group.name!r} was closed while the stream was open")
         ended.observed = True  # only a reader of the stream needs the error
-        for work in list(self.in_flight.works):
+        for work in self.in_flight.all():
             if _of_stream(work):
                 work.settle(ended)
 
@@ -234,7 +234,7 @@ class Session:
             dependent.comm_ended(error)
 
     async def _close(self, closed: ClosedError) -> None:
-        await self.in_flight.wait_while(lambda: bool(self.in_flight.works))
+        await self.in_flight.wait_while(lambda: bool(self.in_flight.all()))
         await asyncio.sleep(0)  # for an abort from another thread that is still in the mailbox
         while self._tasks:
             await asyncio.wait(set(self._tasks))
@@ -262,7 +262,7 @@ class Session:
     async def _discard(self) -> None:
         dropped = AbortedError(self.group.rank, f"comm {self.group.name!r} was dropped unclosed")
         self.submitter.error = self.error or dropped
-        for work in list(self.in_flight.works):
+        for work in self.in_flight.all():
             work.settle(dropped)
         await self._free()
 
@@ -284,13 +284,13 @@ class Session:
         """
         error = self._located(error)
         with self._breaking:
-            draining = isinstance(self.error, ClosedError) and self.in_flight.works
+            draining = isinstance(self.error, ClosedError) and self.in_flight.all()
             if self.error is not None and not draining:
                 return
             self.submitter.withdraw_tensors()  # before the error is seen anywhere
             self.submitter.error = error
             self._transport_ended = ended = Future[None]()
-        for work in list(self.in_flight.works):
+        for work in self.in_flight.all():
             work.settle(error)
         for child in list(self.children):
             child.fail(error)

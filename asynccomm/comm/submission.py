@@ -71,7 +71,7 @@ class Submitter:
         self.recent: CallLog[Called] = CallLog((), in_flight.recorded)
         self._compare: Callable[[Work[Any], int], object] | None = None
         self._aside = 0  # operations that do not use the backend
-        self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
+        self.queues: dict[object, DeferredQueue] = self.in_flight.queues
 
     def compare(self, compare: Callable[[Work[Any], int], object]) -> None:
         """Call ``compare(work, batch)`` with each later operation; ``batch`` as for ``Reporter.compare``."""

@@ -293,7 +293,8 @@ PyMODINIT_FUNC PyInit__work(void)
     Streak_Type = (PyTypeObject *)PyType_FromSpec(&streak_spec), Finished_Type = (PyTypeObject *)PyType_FromSpec(&finished_spec);
     if (!get_running_loop || !name_running || !name_wait || !name_report || !Streak_Type || !Finished_Type || !state || !counts
         || PyModule_AddObjectRef(m, "Streak", (PyObject *)Streak_Type) || PyModule_AddObjectRef(m, "CallCounts", counts)
-        || PyModule_AddObjectRef(m, "WorkState", state) || core_add_lock(m) || core_add_call_log(m) || core_add_methods(m))
+        || PyModule_AddObjectRef(m, "WorkState", state) || core_add_lock(m) || core_add_call_log(m) || core_add_methods(m)
+        || core_add_held_calls(m, (PyTypeObject *)state))
         Py_CLEAR(m);
     Py_XDECREF(state), Py_XDECREF(counts);
     return m;

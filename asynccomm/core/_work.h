@@ -42,6 +42,13 @@ typedef struct {
     int depth;
 } ReentrantLock;
 
+/* The calls that a scope holds, as DeferredQueue in queue.py has them. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *items, *works; /* lists */
+    double due;              /* of the first deadline */
+} HeldCalls;
+
 /* A call as `Called` in watchers.py has it; finished: negative while pending. */
 typedef struct {
     PyObject *op, *site;
@@ -147,5 +154,6 @@ static inline double monotonic(void)
 int core_add_lock(PyObject *module);
 int core_add_methods(PyObject *module);
 int core_add_call_log(PyObject *module);
+int core_add_held_calls(PyObject *module, PyTypeObject *work_state);
 
 #endif

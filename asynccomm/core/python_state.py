@@ -9,7 +9,7 @@ from collections.abc import Generator
 from threading import RLock as ReentrantLock
 from typing import Any
 
-__all__ = ["CallCounts", "CallLog", "ReentrantLock", "Streak", "WorkState"]
+__all__ = ["CallCounts", "CallLog", "HeldCalls", "ReentrantLock", "Streak", "WorkState", "values_of"]
 
 STREAK_AWAITS = 64  # finished outcomes awaited in a row before one await yields to the loop
 STREAK_SECONDS = 1e-3  # the same limit as a time, for large collectives that finish inside the call
@@ -54,6 +54,17 @@ class CallCounts:
         self.scopes = 0  #: tasks and threads in scopes that hold their calls
         self.noted_calls = 0  #: calls of the fast path that are noted before the watchers get them; 0: no watchers
         self.closed = False  #: calls raise an error
+
+
+class HeldCalls:
+    """The attributes of ``DeferredQueue`` that the fast path uses; they are documented there."""
+
+    __slots__ = ("due", "items", "works")
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+        self.items: list[Any] = []
+        self.due: float = math.inf
 
 
 class WorkState:
@@ -112,3 +123,11 @@ class WorkState:
     def __del__(self) -> None:
         if getattr(self, "_error", None) is not None:
             self._report_unretrieved()
+
+
+def values_of(works: list[Any]) -> list[Any] | None:
+    """The values of Works; None if one of them is not done, has failed, or has to make its value first."""
+    for work in works:
+        if not work._done or work.captured or work._error is not None or work._finish is not None:
+            return None
+    return [work._value for work in works]

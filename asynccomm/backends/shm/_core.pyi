@@ -148,6 +148,7 @@ class HeldCall:
 
     op: Op
     work: Work[Any]
+    nbytes: int
     arguments: tuple[Any, ...]
     run: object
     places: list[tuple[Any, int, int, tuple[int, ...], Any]]

@@ -652,7 +652,7 @@ static PyObject *send_or_receive(FastPath *f, Entry *entry, const Tensors *tenso
 /* Submit a call of which all Python code has run: 1: `work` is its Work, or NULL with an exception; 0: it is not for this
  * path; 2: its kind is known by now, and its addresses are to be taken again. */
 static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, PyObject *const *args, PyObject *site,
-                     double started, PyObject *queue, PyObject **work)
+                     double started, HeldCalls *queue, PyObject **work)
 {
     Key key;
     if (!key_of(f, arguments, &key, tensors)) return 0;
@@ -682,7 +682,8 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, int inner,
     Tensors tensors;
     int result = hold_arguments(&arguments, args, n);
     if (result <= 0) return result < 0;
-    PyObject *site = NULL, *queue = NULL;
+    PyObject *site = NULL;
+    HeldCalls *queue = NULL;
     if (!(site = core_site_of(f, inner))) result = -1;
     else if (f->counts->scopes) result = core_queue_of(f, &queue);
     if (result < 0) result = 1; /* with the exception */
@@ -691,7 +692,7 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, int inner,
         if (result == 2) result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
         if (result == 2) result = 0; /* forgotten already */
     }
-    Py_XDECREF(site), Py_XDECREF(queue);
+    Py_XDECREF(site), Py_XDECREF((PyObject *)queue);
     release_arguments(&arguments);
     return result;
 }
@@ -781,6 +782,7 @@ static void FastPath_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     FastPath_clear(self);
+    free(((FastPath *)self)->apart);
     core_free(self);
 }
 

@@ -101,7 +101,7 @@ typedef struct {
 /* Calls that a scope holds: _scopes.c */
 typedef struct {
     PyObject *queues;           /* a dict: the DeferredQueue by the task or thread that is in a scope */
-    PyObject *works;            /* a dict: the bytes by the Work in flight */
+    PyObject *works;            /* a dict: the bytes by the Work in flight, without calls that scopes hold */
     PyObject *settled, *overdue; /* of a Work */
     PyObject *note;             /* called with a queue and a Work that has the first deadline of the queue */
     PyObject *learn, *adopt;    /* as those of the FastPath, for several calls */
@@ -110,6 +110,7 @@ typedef struct {
 
 /* A tensor of a held call. */
 typedef struct {
+    PyObject *storage; /* owned */
     char *data;
     int64_t nbytes, offset; /* offset: in the storage, in elements */
 } Held;
@@ -118,13 +119,17 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Entry *entry;
-    PyObject *arguments; /* a tuple: the method's check and its arguments */
-    PyObject *storages;  /* a tuple, by tensor */
+    Arguments arguments; /* owned: the method's check and its arguments */
     WorkState *work;
     int count; /* of tensors */
     Held *tensors, few[2]; /* few: most calls have no more */
     BegunMessage begun;    /* of a send */
 } HeldCall;
+
+/* A tensor of a call, and where it lay. */
+typedef struct {
+    char *start, *end;
+} Span;
 
 typedef struct {
     DirectPath base;
@@ -148,6 +153,8 @@ typedef struct {
     int64_t short_bytes;
     HeldCall *unsettled[MOST_POSTED]; /* posted messages that are done */
     int unsettled_count;
+    Span *apart; /* of the tensors that a scope has sent last, in their order; no two of them share memory */
+    int apart_count;
     Entry *entries[ENTRIES];
     int known;
     int refused; /* the last call of a method in C was not for this path: the next one of `submit`, most likely the same, goes on */
@@ -278,11 +285,11 @@ int core_give_work(const FastPath *f, HeldCall *held, PyObject *driver, PyObject
 int core_has_memory(const FastPath *f, const HeldCall *call);
 
 /* The queue of the scope that the caller is in, or NULL; as hold_arguments. */
-int core_queue_of(FastPath *f, PyObject **queue);
+int core_queue_of(FastPath *f, HeldCalls **queue);
 
 /* Hold a call in `queue`: 1 with its Work or an exception, 0: Python holds it. */
 int core_hold(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result, PyObject *site,
-              double started, PyObject *queue, PyObject **work);
+              double started, HeldCalls *queue, PyObject **work);
 
 /* flush(items) -> True, or None: Python sends them */
 PyObject *FastPath_flush(PyObject *self, PyObject *items);

@@ -15,9 +15,9 @@
 #include <string.h>
 #include <structmember.h>
 
-static PyTypeObject *HeldCall_Type;
+static PyTypeObject *HeldCall_Type, *HeldCalls_Type;
 static PyObject *current_tasks; /* of Python 3.11, where `current_task` is Python code; NULL in later versions */
-static PyObject *current_task, *get_running_loop, *name_running, *name_items, *name_works, *name_due, *name_untyped_storage, *name_settle;
+static PyObject *current_task, *get_running_loop, *name_running, *name_untyped_storage, *name_settle;
 
 /* ---- holding ------------------------------------------------------------------------------------------------------ */
 
@@ -30,7 +30,7 @@ static PyObject *task_of(PyObject *loop)
     return task;
 }
 
-int core_queue_of(FastPath *f, PyObject **queue)
+int core_queue_of(FastPath *f, HeldCalls **queue)
 {
     int other, in_loop = core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
     if (in_loop < 0 || other) return in_loop;
@@ -40,26 +40,13 @@ int core_queue_of(FastPath *f, PyObject **queue)
         Py_XDECREF(owner);
         owner = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     }
-    *queue = owner ? PyDict_GetItemWithError(f->scopes.queues, owner) : NULL;
-    Py_XINCREF(*queue);
-    Py_XDECREF(owner);
-    return PyErr_Occurred() ? -1 : 1;
-}
-
-/* The storages of all tensors of a call; NULL with an exception. */
-static PyObject *storages_of(const FastPath *f, const Arguments *arguments, int count)
-{
-    PyObject *storages = PyTuple_New(count);
-    int number = 0;
-    for (int k = 1; storages && k < arguments->count; k++) {
-        PyObject *argument = arguments->items[k];
-        Py_ssize_t n = core_tensors_in(f, argument);
-        for (Py_ssize_t j = 0; storages && j < n; j++) {
-            PyObject *storage = PyObject_CallMethodObjArgs(core_tensor_in(argument, j), name_untyped_storage, NULL);
-            if (!storage || PyTuple_SetItem(storages, number++, storage)) Py_CLEAR(storages);
-        }
+    PyObject *found = owner ? PyDict_GetItemWithError(f->scopes.queues, owner) : NULL;
+    if (found && PyType_IsSubtype(Py_TYPE(found), HeldCalls_Type)) {
+        *queue = (HeldCalls *)found;
+        Py_INCREF(found);
     }
-    return storages;
+    Py_XDECREF(owner);
+    return PyErr_Occurred() ? -1 : !found || *queue;
 }
 
 HeldCall *core_new_held(const FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments)
@@ -67,16 +54,24 @@ HeldCall *core_new_held(const FastPath *f, Entry *entry, const Tensors *tensors,
     HeldCall *held = (HeldCall *)((allocfunc)PyType_GetSlot(HeldCall_Type, Py_tp_alloc))(HeldCall_Type, 0);
     if (!held) return NULL;
     held->entry = entry, entry->holds++;
-    held->count = tensors->count;
     held->tensors = tensors->count <= (int)(sizeof held->few / sizeof(Held)) ? held->few : core_zeroed(tensors->count, sizeof(Held));
-    held->arguments = core_tuple_of(arguments->items, arguments->count);
-    held->storages = held->arguments ? storages_of(f, arguments, tensors->count) : NULL;
-    if (!held->tensors || !held->storages) {
-        Py_DECREF((PyObject *)held);
-        return NULL;
+    for (int k = 0; k < arguments->count; k++) Py_INCREF(held->arguments.items[k] = arguments->items[k]);
+    held->arguments.count = arguments->count;
+    for (int k = 1, number = 0; held->tensors && k < arguments->count; k++) {
+        Py_ssize_t n = core_tensors_in(f, arguments->items[k]);
+        for (Py_ssize_t j = 0; j < n; j++, number++) {
+            PyObject *storage = PyObject_CallMethodObjArgs(core_tensor_in(arguments->items[k], j), name_untyped_storage, NULL);
+            if (!storage) {
+                Py_DECREF((PyObject *)held);
+                return NULL;
+            }
+            held->tensors[number] = (Held){storage, tensors->data[number], tensors->nbytes[number], tensors->offset[number]};
+            held->count = number + 1;
+        }
     }
-    for (int k = 0; k < held->count; k++) held->tensors[k] = (Held){tensors->data[k], tensors->nbytes[k], tensors->offset[k]};
-    return held;
+    if (held->tensors) return held;
+    Py_DECREF((PyObject *)held);
+    return NULL;
 }
 
 static void replace(PyObject **place, PyObject *object)
@@ -96,37 +91,29 @@ int core_give_work(const FastPath *f, HeldCall *held, PyObject *driver, PyObject
     return 0;
 }
 
-/* Enter a call in its queue and in the list of operations in flight; -1 with an exception. */
-static int enter(FastPath *f, const Entry *entry, HeldCall *held, PyObject *queue)
+/* Enter a call in its queue; -1 with an exception. */
+static int enter(FastPath *f, HeldCall *held, HeldCalls *queue)
 {
-    PyObject *work = (PyObject *)held->work;
-    PyObject *items = PyObject_GetAttr(queue, name_items), *works = items ? PyObject_GetAttr(queue, name_works) : NULL;
-    int failed = !works || PyDict_SetItem(f->scopes.works, work, entry->nbytes) || PyList_Append(works, work)
-                 || PyList_Append(items, (PyObject *)held);
-    Py_XDECREF(items), Py_XDECREF(works);
-    if (failed) return -1;
+    WorkState *work = held->work;
+    if (PyList_Append(queue->works, (PyObject *)work) || PyList_Append(queue->items, (PyObject *)held)) return -1;
     f->counts->submitted++;
-    PyObject *due = PyObject_GetAttr(queue, name_due);
-    double first = due ? PyFloat_AsDouble(due) : -1;
-    Py_XDECREF(due);
-    if (PyErr_Occurred()) return -1;
-    if (first <= held->work->started + held->work->timeout) return 0; /* another call has the first deadline */
-    PyObject *none = PyObject_CallFunctionObjArgs(f->scopes.note, queue, work, NULL);
+    if (queue->due <= work->started + work->timeout) return 0; /* another call has the first deadline */
+    PyObject *none = PyObject_CallFunctionObjArgs(f->scopes.note, (PyObject *)queue, (PyObject *)work, NULL);
     Py_XDECREF(none);
     return none ? 0 : -1;
 }
 
 int core_hold(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result, PyObject *site,
-              double started, PyObject *queue, PyObject **work)
+              double started, HeldCalls *queue, PyObject **work)
 {
     if (!entry->program || entry->kind < 0) return 0;
     HeldCall *held = core_new_held(f, entry, tensors, arguments);
-    if (!held || core_give_work(f, held, queue, result, site, started)) {
+    if (!held || core_give_work(f, held, (PyObject *)queue, result, site, started)) {
         Py_XDECREF((PyObject *)held);
         return 1;
     }
     int may = !f->state->dead && !f->counts->closed && !f->counts->detours; /* Python code has run meanwhile */
-    if (may && !enter(f, entry, held, queue)) {
+    if (may && !enter(f, held, queue)) {
         *work = (PyObject *)held->work;
         Py_INCREF(*work);
     }
@@ -250,20 +237,40 @@ static int find_entry(Flush *flush, Group *group)
     return core_prepare(f, entry) ? -1 : 1;
 }
 
-typedef struct {
-    char *start, *end;
-} Span;
-
 static int in_order(const void *one, const void *other)
 {
     const char *a = ((const Span *)one)->start, *b = ((const Span *)other)->start;
     return (a > b) - (a < b);
 }
 
+/* Whether no two of some spans share memory, which they often have shown before; -1 with an exception. `spans` is taken. */
+static int are_spans_apart(FastPath *f, Span *spans, int count)
+{
+    size_t nbytes = (size_t)count * sizeof(Span);
+    Span *sorted = NULL;
+    int apart = count == f->apart_count && !memcmp(spans, f->apart, nbytes);
+    if (!apart && (sorted = core_zeroed(count, sizeof(Span)))) {
+        memcpy(sorted, spans, nbytes);
+        qsort(sorted, (size_t)count, sizeof(Span), in_order);
+        apart = 1;
+        for (int k = 1; k < count; k++) apart &= sorted[k - 1].end <= sorted[k].start;
+        free(sorted);
+        if (apart) {
+            free(f->apart);
+            f->apart = spans, f->apart_count = count;
+            return 1;
+        }
+    } else if (!apart) {
+        apart = -1;
+    }
+    free(spans);
+    return apart;
+}
+
 /* Whether no two calls share memory; -1 with an exception. */
 static int are_apart(const Flush *flush)
 {
-    int count = 0, apart = 1;
+    int count = 0;
     for (int k = 0; k < flush->count; k++) count += flush->calls[k]->count;
     Span *spans = core_zeroed(count, sizeof(Span));
     if (!spans) return -1;
@@ -277,17 +284,14 @@ static int are_apart(const Flush *flush)
             if (!same) spans[count++] = (Span){tensor->data, tensor->data + tensor->nbytes};
         }
     }
-    qsort(spans, (size_t)count, sizeof(Span), in_order);
-    for (int k = 1; k < count; k++) apart &= spans[k - 1].end <= spans[k].start;
-    free(spans);
-    return apart;
+    return are_spans_apart(flush->f, spans, count);
 }
 
 int core_has_memory(const FastPath *f, const HeldCall *call)
 {
     int number = 0;
-    for (Py_ssize_t k = 1; k < PyTuple_Size(call->arguments); k++) {
-        PyObject *argument = PyTuple_GetItem(call->arguments, k);
+    for (int k = 1; k < call->arguments.count; k++) {
+        PyObject *argument = call->arguments.items[k];
         Py_ssize_t n = core_tensors_in(f, argument);
         for (Py_ssize_t j = 0; j < n; j++)
             if (core_address_of(f, core_tensor_in(argument, j)) != call->tensors[number++].data) return 0;
@@ -296,7 +300,7 @@ int core_has_memory(const FastPath *f, const HeldCall *call)
 }
 
 /* Settle a held call that is done. Python settles a Work that anything waits for; -1 with an exception. */
-static int settle(FastPath *f, WorkState *work, double now)
+static int settle(WorkState *work, double now)
 {
     if (work->done) return 0; /* another thread has aborted the comm */
     int plain = (!work->waiters || !PyObject_Size(work->waiters)) && (!work->listeners || !PyObject_Size(work->listeners))
@@ -307,7 +311,6 @@ static int settle(FastPath *f, WorkState *work, double now)
         return none ? 0 : -1;
     }
     work->finished = now, work->done = 1;
-    if (PyDict_DelItem(f->scopes.works, (PyObject *)work)) PyErr_Clear(); /* the comm has been dropped */
     replace(&work->driver, NULL), replace(&work->on_overdue, NULL), replace(&work->on_settled, NULL);
     return 0;
 }
@@ -392,7 +395,7 @@ static int conclude(Flush *flush, int gc)
     for (int g = 0; g < done && !failed; g++)
         for (int k = flush->groups[g].first; k >= 0 && !failed; k = flush->next[k]) {
             WorkState *work = flush->calls[k]->work;
-            failed = settle(f, work, now);
+            failed = settle(work, now);
             if (!failed) core_note(f, work);
         }
     if (failed) core_break_comm(f);
@@ -457,7 +460,7 @@ static PyObject *HeldCall_places(PyObject *self, void *Py_UNUSED(closure))
         at += sort == OF_LIST ? 1 : sort == OF_SIZES ? 1 + (int)(words[0] >> 8) : 2 + ndim;
         if (sort != OF_TENSOR) continue;
         PyObject *shape = shape_of(words + 2, ndim);
-        PyObject *place = shape ? Py_BuildValue("(OLKOO)", PyTuple_GetItem(held->storages, k), (long long)held->tensors[k].offset,
+        PyObject *place = shape ? Py_BuildValue("(OLKOO)", held->tensors[k].storage, (long long)held->tensors[k].offset,
                                                 (unsigned long long)(uintptr_t)held->tensors[k].data, shape,
                                                 PyTuple_GetItem(held->entry->dtypes, k)) : NULL;
         if (!place || PyList_Append(places, place)) Py_CLEAR(places);
@@ -485,9 +488,10 @@ static PyObject *HeldCall_op(PyObject *self, void *Py_UNUSED(closure))
 static int HeldCall_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(((HeldCall *)self)->arguments);
-    Py_VISIT(((HeldCall *)self)->storages);
-    Py_VISIT((PyObject *)((HeldCall *)self)->work);
+    const HeldCall *held = (HeldCall *)self;
+    for (int k = 0; k < held->arguments.count; k++) Py_VISIT(held->arguments.items[k]);
+    for (int k = 0; k < held->count; k++) Py_VISIT(held->tensors[k].storage);
+    Py_VISIT((PyObject *)held->work);
     return 0;
 }
 
@@ -495,9 +499,11 @@ static int HeldCall_clear(PyObject *self)
 {
     HeldCall *held = (HeldCall *)self;
     WorkState *work = held->work;
-    Py_CLEAR(held->arguments);
-    Py_CLEAR(held->storages);
+    int arguments = held->arguments.count, tensors = held->count;
     held->work = NULL;
+    held->arguments.count = held->count = 0;
+    for (int k = 0; k < arguments; k++) Py_DECREF(held->arguments.items[k]);
+    for (int k = 0; k < tensors; k++) Py_DECREF(held->tensors[k].storage);
     Py_XDECREF((PyObject *)work);
     return 0;
 }
@@ -512,11 +518,22 @@ static void HeldCall_dealloc(PyObject *self)
     core_free(self);
 }
 
+static PyObject *HeldCall_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLongLong(((HeldCall *)self)->entry->size);
+}
+
+static PyObject *HeldCall_arguments(PyObject *self, void *Py_UNUSED(closure))
+{
+    return core_tuple_of(((HeldCall *)self)->arguments.items, ((HeldCall *)self)->arguments.count);
+}
+
 static PyMemberDef held_members[] = {
-    {"arguments", T_OBJECT, offsetof(HeldCall, arguments), READONLY, NULL}, {"work", T_OBJECT, offsetof(HeldCall, work), READONLY, NULL},
+    {"work", T_OBJECT, offsetof(HeldCall, work), READONLY, NULL},
     {NULL, 0, 0, 0, NULL}};
 static PyGetSetDef held_properties[] = {
-    {"places", HeldCall_places, NULL, NULL, NULL}, {"run", HeldCall_run, NULL, NULL, NULL}, {"op", HeldCall_op, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+    {"places", HeldCall_places, NULL, NULL, NULL}, {"run", HeldCall_run, NULL, NULL, NULL}, {"op", HeldCall_op, NULL, NULL, NULL},
+    {"nbytes", HeldCall_nbytes, NULL, NULL, NULL}, {"arguments", HeldCall_arguments, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot held_slots[] = {
     {Py_tp_dealloc, (void *)HeldCall_dealloc}, {Py_tp_traverse, (void *)HeldCall_traverse}, {Py_tp_clear, (void *)HeldCall_clear},
     {Py_tp_members, held_members}, {Py_tp_getset, held_properties}, {0, NULL}};
@@ -535,9 +552,10 @@ int core_add_scopes(PyObject *module)
         Py_DECREF(tasks);
         if (!PyDict_CheckExact(current_tasks)) Py_CLEAR(current_tasks);
     }
-    if (!get_running_loop || !(name_running = PyUnicode_InternFromString("__asyncio_running_event_loop__"))
-        || !(name_items = PyUnicode_InternFromString("items")) || !(name_works = PyUnicode_InternFromString("works"))
-        || !(name_due = PyUnicode_InternFromString("due"))
+    PyObject *states = PyImport_ImportModule("asynccomm.core._work");
+    HeldCalls_Type = states ? (PyTypeObject *)PyObject_GetAttrString(states, "HeldCalls") : NULL;
+    Py_XDECREF(states);
+    if (!HeldCalls_Type || !get_running_loop || !(name_running = PyUnicode_InternFromString("__asyncio_running_event_loop__"))
         || !(name_untyped_storage = PyUnicode_InternFromString("untyped_storage"))
         || !(name_settle = PyUnicode_InternFromString("settle")) || !(HeldCall_Type = (PyTypeObject *)PyType_FromSpec(&held_spec)))
         return -1;
