@@ -96,6 +96,7 @@ def prepared_op(run: object, op: Op, members: Sequence[HeldCall], backend: Backe
     work = members[0].work if fused_work is None else fused_work.work
     submission = Submission(Call(op, (), (), None), work, detached=True)
     submission.run, submission.owners = run, members
+    submission.nbytes = sum([member.nbytes for member in members])
     return FusedOp(submission, members, fused_work)
 
 

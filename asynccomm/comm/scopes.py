@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Generator, Sequence
 from datetime import timedelta
@@ -19,7 +20,7 @@ from asynccomm.comm.submission import describe_exception
 from asynccomm.core.handles import Handle
 from asynccomm.core.state import values_of
 from asynccomm.core.work import Work
-from asynccomm.errors import AbortedError
+from asynccomm.errors import AbortedError, AsyncCommError
 
 
 def check_limit(name: str, value: int | None) -> None:
@@ -88,9 +89,10 @@ class CoalesceScope(Handle):
         values = values_of(works)
         if values is not None:
             return values
-        for work in works:
+        for work in reversed(works):  # the last one is done last, so that most often there is one wait
             if not work.done():
-                await work
+                with contextlib.suppress(AsyncCommError):  # the first error of all is raised below
+                    await work
         return [work.result() for work in works]
 
     def wait(self, timeout: float | timedelta | None = None) -> list[Any]:

@@ -51,7 +51,7 @@ class QuickStep:
         self.op = op
         self.seq = seq
         self.run: object = None
-        self.nbytes: int = tensors[0].nbytes
+        self.nbytes: int = max([tensor.nbytes for tensor in tensors])
         self.error: None = None
         self.started: float = time.monotonic()
         self._tensors = tensors

@@ -248,15 +248,15 @@ static int fill_places(Places *places, PyObject *pieces, int tensors)
 }
 
 /* Fill an entry from a recipe: (program, (code, numel), kernels, (places by vector), op, result, owners, message, nbytes,
- * kind, weight), where a message is (peer, tag, sends) and has no program; or None. */
+ * kind, weight, large), where a message is (peer, tag, sends) and has no program; or None. */
 static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int tensors, Py_ssize_t arguments)
 {
     PyObject *program, *vectors, *message;
     unsigned long long code, numel;
     long long weight;
     if (recipe == Py_None) return 0;
-    if (!PyArg_ParseTuple(recipe, "O(KK)OOOiOOOiL", &program, &code, &numel, &entry->kernels, &vectors, &entry->op, &entry->result,
-                          &entry->owners, &message, &entry->nbytes, &entry->kind, &weight)) {
+    if (!PyArg_ParseTuple(recipe, "O(KK)OOOiOOOiLp", &program, &code, &numel, &entry->kernels, &vectors, &entry->op, &entry->result,
+                          &entry->owners, &message, &entry->nbytes, &entry->kind, &weight, &entry->large)) {
         entry->kernels = entry->op = entry->owners = entry->nbytes = NULL;
         return -1;
     }
@@ -582,7 +582,7 @@ int core_start(FastPath *f, Entry *entry, char *const *data, long long number)
     begin(f, entry, number);
     core_place(entry, data);
     core_lend(entry->run);
-    return run_on(f, entry->run);
+    return entry->large ? STUCK : run_on(f, entry->run);
 }
 
 PyObject *core_begun_message(const BegunMessage *message)

@@ -77,6 +77,7 @@ typedef struct {
     int kind; /* calls of one kind that a scope holds travel as one; 0: this one travels alone; -1: Python holds it */
     Program *program; /* NULL: a message, or this kind is not for the fast path */
     uint64_t code, numel;
+    int large;       /* nothing of it is done in the call */
     int peer, sends; /* of a message; -1 otherwise */
     uint32_t tag;
     int result, vectors; /* number of the argument that is the result, -1: None */
@@ -220,7 +221,8 @@ int core_may_send(FastPath *f);
 /* Give the run of an entry the memory of tensors at these addresses. */
 void core_place(const Entry *entry, char *const *data);
 
-/* Begin the collective of an entry as number `number`, on tensors at these addresses, and run it as far as possible. */
+/* Begin the collective of an entry as number `number`, on tensors at these addresses, and run it as far as possible; one that is
+ * large not at all. */
 int core_start(FastPath *f, Entry *entry, char *const *data, long long number);
 
 /* Note a call that is done for the watchers of the comm, if there are any, and let them have the notes when there are

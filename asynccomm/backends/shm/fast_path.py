@@ -65,6 +65,7 @@ class Recipe(NamedTuple):
     nbytes: int = 0  #: of the operation, for the statistics
     kind: int = -1  #: of ``DirectCalls.fusion_kind``; -1 for None
     weight: int = 0  #: bytes that count for ``Backend.fused_limit``
+    large: bool = False  #: for the progress thread, which gets the run before it has moved anything
 
 
 def fast_path(
@@ -184,7 +185,7 @@ def _collective(
     executor: Executor, limits: Limits, call: Call, tensors: Sequence[Tensor], result: int, kind: int
 ) -> Recipe | None:
     submission = Submission(call, None)  # type: ignore[arg-type]
-    if is_large(submission, limits.inline_bytes) or call.copies:
+    if call.copies:
         return None
     try:
         with torch.inference_mode(False):
@@ -211,6 +212,7 @@ def _collective(
         nbytes=submission.nbytes,
         kind=kind,
         weight=call.op.nbytes,
+        large=is_large(submission, limits.inline_bytes),
     )
 
 
