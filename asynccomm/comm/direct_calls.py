@@ -92,9 +92,7 @@ class SubmitterCalls:
     def adopt_held(self, left: Sequence[tuple[object, Op, Sequence[HeldCall]]]) -> None:
         """See ``DirectCalls.adopt_held``. Under the lock."""
         backend, submitter = self._backend, self._submitter
-        for _, _, members in left:
-            for member in members:
-                submitter.in_flight.works[member.work] = member.nbytes
+        submitter.in_flight.works.update({held.work: held.nbytes for _, _, calls in left for held in calls})
         fused_ops = [prepared_op(run, op, members, backend, self.mailbox) for run, op, members in left]
         for fused in fused_ops:
             fused.prepare(backend)

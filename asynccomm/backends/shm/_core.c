@@ -296,9 +296,8 @@ static int read_lent(Run *run, int owner, char *to, const char *from, int64_t n)
     return result;
 }
 
-/* Copy n bytes between one piece of memory and a vector in several pieces, from its byte `start` on. The memory is this
- * process's, or for reading that of the rank `owner`: MOVED, STUCK or WRONG, as read_lent. */
-static int copy_pieces(Run *run, const Vector *vector, int64_t start, char *memory, int64_t n, int into_vector, int owner)
+/* The number of the piece of a vector that has byte `start`. */
+static int piece_at(const Vector *vector, int64_t start)
 {
     int low = 0, high = vector->count;
     while (high - low > 1) {
@@ -306,9 +305,21 @@ static int copy_pieces(Run *run, const Vector *vector, int64_t start, char *memo
         if (vector->pieces[middle].start <= start) low = middle;
         else high = middle;
     }
-    for (int k = low; n > 0; k++) {
+    return low;
+}
+
+static int64_t end_of(const Vector *vector, int piece)
+{
+    return piece + 1 < vector->count ? vector->pieces[piece + 1].start : vector->nbytes;
+}
+
+/* Copy n bytes between one piece of memory and a vector in several pieces, from its byte `start` on. The memory is this
+ * process's, or for reading that of the rank `owner`: MOVED, STUCK or WRONG, as read_lent. */
+static int copy_pieces(Run *run, const Vector *vector, int64_t start, char *memory, int64_t n, int into_vector, int owner)
+{
+    for (int k = piece_at(vector, start); n > 0; k++) {
         const Piece *piece = &vector->pieces[k];
-        int64_t end = k + 1 < vector->count ? vector->pieces[k + 1].start : vector->nbytes;
+        int64_t end = end_of(vector, k);
         int64_t here = end - start < n ? end - start : n;
         char *at = piece->address + (start - piece->start);
         int moved = MOVED;
@@ -327,6 +338,31 @@ static int owner_of(const Run *run, const Ref *ref)
     return ref->lent >= 0 && run->places && run->in_process[ref->index][ref->space == IN_RESULT] ? ref->index : -1;
 }
 
+/* The vector of a source of an action, if it is in pieces, else NULL. */
+static const Vector *pieces_of(const Run *run, const Ref *ref)
+{
+    return ref->space == IN_VECTOR && run->vectors[ref->index].pieces ? &run->vectors[ref->index] : NULL;
+}
+
+/* Reduce n bytes of the sources, of which some are in pieces: piece by piece. */
+static void reduce_pieces(Run *run, const Action *action, uint32_t i, char *to, int64_t n)
+{
+    const Reduction *r = &run->reductions[action->reduction];
+    for (int64_t done = 0, here; done < n; done += here) {
+        here = n - done;
+        for (int k = 0; k < action->count; k++) {
+            const Vector *vector = pieces_of(run, &action->sources[k]);
+            run->at[k] = (char *)run->sources[k] + done;
+            if (!vector) continue;
+            int64_t start = action->sources[k].offset + (int64_t)i * action->sources[k].stride + done;
+            int piece = piece_at(vector, start);
+            run->at[k] = vector->pieces[piece].address + (start - vector->pieces[piece].start);
+            if (end_of(vector, piece) - start < here) here = end_of(vector, piece) - start;
+        }
+        r->kernel(to + done, run->at, action->count, (size_t)(here / r->item), r->divisor);
+    }
+}
+
 /* Take an action: MOVED, or STUCK or WRONG, as read_lent. */
 static int act(Run *run, const Action *action, uint32_t i)
 {
@@ -336,8 +372,10 @@ static int act(Run *run, const Action *action, uint32_t i)
     if (n <= 0) return MOVED;
     if (action->reduction >= 0) {
         const Reduction *r = &run->reductions[action->reduction];
+        int in_pieces = 0;
         for (int k = 0; k < action->count; k++) {
             int owner = owner_of(run, &action->sources[k]);
+            in_pieces |= pieces_of(run, &action->sources[k]) != NULL;
             run->sources[k] = place(run, &action->sources[k], i);
             if (owner < 0) continue;
             char *copy = run->segment->copies + k * n;
@@ -345,7 +383,8 @@ static int act(Run *run, const Action *action, uint32_t i)
             if (moved != MOVED) return moved;
             run->sources[k] = copy;
         }
-        r->kernel(place(run, &action->to, i), run->sources, action->count, (size_t)(n / r->item), r->divisor);
+        if (in_pieces) reduce_pieces(run, action, i, place(run, &action->to, i), n);
+        else r->kernel(place(run, &action->to, i), run->sources, action->count, (size_t)(n / r->item), r->divisor);
         return MOVED;
     }
     const Ref *to = &action->to, *from = &action->sources[0];
@@ -356,7 +395,7 @@ static int act(Run *run, const Action *action, uint32_t i)
     if (target && target->pieces && source && source->pieces) { /* both in pieces: by the pieces of the source */
         int64_t start = from->offset + (int64_t)i * from->stride, at = to->offset + (int64_t)i * to->stride;
         for (int k = 0; k < source->count && n > 0; k++) {
-            int64_t end = k + 1 < source->count ? source->pieces[k + 1].start : source->nbytes;
+            int64_t end = end_of(source, k);
             if (end <= start) continue;
             int64_t here = end - start < n ? end - start : n;
             char *memory = source->pieces[k].address + (start - source->pieces[k].start);
@@ -606,7 +645,7 @@ static void Run_dealloc(PyObject *self)
     Run *run = (Run *)self;
     if (run->vectors)
         for (int k = 0; k < run->program->vector_count; k++) free(run->vectors[k].pieces);
-    free(run->vectors), free(run->reductions), free(run->done), free(run->sources), free(run->places), free(run->known), free(run->in_process);
+    free(run->vectors), free(run->reductions), free(run->done), free(run->sources), free(run->at), free(run->places), free(run->known), free(run->in_process);
     Py_XDECREF((PyObject *)run->segment), Py_XDECREF((PyObject *)run->program), Py_XDECREF(run->mismatch), Py_XDECREF(run->owners);
     core_free(self);
 }
@@ -649,6 +688,14 @@ static int parse_reduction(PyObject *t, Reduction *reduction)
     return -1;
 }
 
+/* Whether a vector has whole elements in each of its pieces. */
+static int is_in_elements(const Vector *vector, int64_t item)
+{
+    int whole = 1;
+    for (int k = 0; k < vector->count; k++) whole &= !(end_of(vector, k) % item);
+    return whole;
+}
+
 int core_check_vectors(const Run *run)
 {
     for (int k = 0; k < run->program->stage_count; k++) {
@@ -657,8 +704,9 @@ int core_check_vectors(const Run *run)
             const Action *action = &stage->actions[j];
             for (int i = -1; i < action->count && action->reduction >= 0; i++) {
                 const Ref *ref = i < 0 ? &action->to : &action->sources[i];
-                if (ref->space != IN_VECTOR || !run->vectors[ref->index].pieces) continue;
-                PyErr_Format(PyExc_ValueError, "vector %d is in pieces and cannot be reduced", ref->index);
+                const Vector *vector = pieces_of(run, ref);
+                if (!vector || (i >= 0 && is_in_elements(vector, run->reductions[action->reduction].item))) continue;
+                PyErr_Format(PyExc_ValueError, "vector %d is in pieces %s", ref->index, i < 0 ? "and cannot be the target of a reduction" : "that have no whole elements");
                 return -1;
             }
         }
@@ -675,8 +723,8 @@ Run *core_new_run(Segment *segment, Program *p, PyObject *reductions, PyObject *
     run->done = core_zeroed(p->stage_count, sizeof(uint32_t));
     run->vectors = core_zeroed(p->vector_count, sizeof(Vector));
     run->reductions = core_zeroed(p->kernel_count, sizeof(Reduction));
-    run->sources = core_zeroed(p->most_sources, sizeof(void *));
-    int failed = !run->done || !run->vectors || !run->reductions || !run->sources;
+    run->sources = core_zeroed(p->most_sources, sizeof(void *)), run->at = core_zeroed(p->most_sources, sizeof(void *));
+    int failed = !run->done || !run->vectors || !run->reductions || !run->sources || !run->at;
     if (p->may_lend && !failed)
         failed = !(run->places = core_zeroed(segment->size, sizeof *run->places)) || !(run->known = core_zeroed(segment->size, 1))
                  || !(run->in_process = core_zeroed(segment->size, sizeof *run->in_process));

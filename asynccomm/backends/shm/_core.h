@@ -181,7 +181,7 @@ typedef struct {
     uint64_t wrong_step;
     uint32_t *done; /* iterations, by stage */
     Vector *vectors;
-    void **sources; /* of one reduction */
+    void **sources, **at; /* of one reduction, and of a part of it */
     /* of a program that may lend; `places` is NULL otherwise */
     char *(*places)[2]; /* by rank: tensors in place of slots and of results, or NULL */
     char *known;        /* by rank: whether the tensors that it lends are known */

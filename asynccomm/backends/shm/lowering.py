@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
-from torch import Tensor
-
 from asynccomm.backends.base import Submission
 from asynccomm.backends.shm.executor import Compiled, Executor
 from asynccomm.backends.shm.payloads import parcels
@@ -139,12 +137,12 @@ def _reduce(executor: Executor, submission: Submission, whole: int) -> Lowered:
             lambda: program(1, combined(rank, size, nbytes, takes=takes, copies=copies, inline=inline)),
         )
     else:
-        own, lends = isinstance(source, Tensor), nbytes >= LENT_REDUCTIONS * LENT_BYTES
+        lends = nbytes >= LENT_REDUCTIONS * LENT_BYTES
         single_copy = lends and _single_copy(size, type(submission.op), nbytes)
         compiled = executor.compiled(
-            (AllReduce, nbytes, takes, own, lends, single_copy),
+            (AllReduce, nbytes, takes, lends, single_copy),
             lambda: reduced_in_parts(
-                rank, size, nbytes, board.chunk, takes=takes, own=own, lends=lends, single_copy=single_copy
+                rank, size, nbytes, board.chunk, takes=takes, lends=lends, single_copy=single_copy
             ),
         )
     return Lowered(compiled, [source, *targets], (reduction,), lands, scratch=scratch)

@@ -282,7 +282,7 @@ def announced(
 
 
 def scattered_sums(
-    rank: int, sizes: Sequence[int], room: int, *, own: bool, direct: bool, lends: bool | None = None, inline: int = 0
+    rank: int, sizes: Sequence[int], room: int, *, direct: bool, lends: bool | None = None, inline: int = 0
 ) -> Part:
     """The part of a reduce_scatter: each reader combines the data for it.
 
@@ -291,18 +291,15 @@ def scattered_sums(
     Args:
         sizes: bytes of the data for each rank.
         room: bytes of a slot for each reader.
-        own: whether this rank's own data are combined in place, and not through its slot.
         direct: whether the target is written by the reduction; otherwise it is copied from this rank's result.
         lends: whether the data are one tensor, in equal parts, that this rank may lend; None: no rank does.
         inline: as of ``exchanged``.
     """
     size, nbytes = len(sizes), sizes[rank]
-    readers = others(rank, size) if own else range(size)
     row = 0 if lends is None else nbytes
-    fill = _to_readers(rank, [(reader, reader, sizes[reader]) for reader in readers], room, row, inline)
+    fill = _to_readers(rank, [(reader, reader, sizes[reader]) for reader in others(rank, size)], room, row, inline)
     rows = [_part(giver, rank, nbytes, room, row, inline) for giver in range(size)]
-    if own:
-        rows[rank] = Ref(Space.VECTOR, rank, 0, room)
+    rows[rank] = Ref(Space.VECTOR, rank, 0, room)
     target = Ref(Space.VECTOR, size, 0, room)
     result = target if direct else Ref(Space.RESULT, rank)
     take = [Action(result, tuple(rows), nbytes, room, room, 0)]
@@ -333,7 +330,7 @@ def combined(rank: int, size: int, nbytes: int, *, takes: bool, copies: bool = F
 
 
 def reduced_in_parts(
-    rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, own: bool, lends: bool, single_copy: bool = False
+    rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, lends: bool, single_copy: bool = False
 ) -> Program:
     """The program of a reduction of any length; only ranks that ``take`` it get the result.
 
@@ -341,7 +338,6 @@ def reduced_in_parts(
     before it publishes the result, and the others write theirs only after they have read it: in place is no hazard.
 
     Args:
-        own: whether this rank's own data are combined in place, and not through its slot.
         lends: whether ranks may lend their vectors; the same on all ranks.
         single_copy: whether they are lent in any memory.
     """
@@ -363,12 +359,9 @@ def reduced_in_parts(
     slots = [Ref(Space.SLOT, giver, rank * share, 0, *lent(rank)) for giver in range(size)]
     result = [Ref(Space.RESULT, of, 0, 0, *lent(of)) for of in range(size)]
     fill = [
-        Action(Ref(Space.SLOT, rank, of * share, 0, *lent(of)), (source[of],), *bounds(of))
-        for of in range(size)
-        if not (own and of == rank)
+        Action(Ref(Space.SLOT, rank, of * share, 0, *lent(of)), (source[of],), *bounds(of)) for of in others(rank, size)
     ]
-    if own:
-        slots[rank] = source[rank]
+    slots[rank] = source[rank]
     combine = [Action(result[rank], tuple(slots), *bounds(rank), 0)]
     take = []
     if takes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from ctypes import memmove
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -14,7 +15,7 @@ from asynccomm.backends.shm.board import Board, Fault
 from asynccomm.backends.shm.mapping import memory_at
 from asynccomm.backends.shm.programs import MOST_STEPS, Announced, Program, Ref, Signal, Space, Stage, Wait
 from asynccomm.backends.shm.reduction import Reduction
-from asynccomm.backends.shm.vectors import Operand, Vector, copy_between, read, write
+from asynccomm.backends.shm.vectors import Operand, Scattered, Vector, copy_between, read, write
 
 Progress = Generator[bool, None, None]
 
@@ -34,7 +35,7 @@ def run(
     itself, so one thread can drive any number of programs.
 
     Args:
-        operands: the memory of the program's vectors; a reduction reads and writes flat tensors of its dtype.
+        operands: the memory of the program's vectors; a reduction reads vectors of its dtype, and writes a flat tensor.
         reductions: the reductions that the program refers to by number.
     """
     return _Run(board, first, operands, reductions).progress(program)
@@ -169,15 +170,11 @@ class _Run:
                 if number < 0:
                     self._copy(target, sources[0], step, i, n)
                 else:
-                    reduction = self._reductions[number]
-                    rows = [self._elements(ref, reduction.dtype, step, i, n) for ref in sources]
-                    out = self._elements(target, reduction.dtype, step, i, n)
-                    if any(row.data_ptr() == out.data_ptr() for row in rows[2:]):  # in place, for a later rank
-                        combined = torch.empty_like(out)
-                        reduction.combine(rows, combined)
-                        out.copy_(combined)
-                    else:
-                        reduction.combine(rows, out)
+                    cuts = self._cuts(sources, i, n)
+                    for start, end in pairwise(cuts):
+                        refs = [_from(ref, start) for ref in sources] if start else sources
+                        to = _from(target, start) if start else target
+                        self._reduce(self._reductions[number], to, refs, step, i, end - start)
         if signal == _POST:
             if i == 0 and (announced := self._announced) is not None:
                 for part, nbytes in enumerate(announced.sends):
@@ -188,6 +185,26 @@ class _Run:
             self._board.finish(step)
         elif signal != _NOTHING:
             self._board.post_result(step)
+
+    def _reduce(self, reduction: Reduction, target: Ref, sources: Sequence[Ref], step: int, i: int, n: int) -> None:
+        rows = [self._elements(ref, reduction.dtype, step, i, n) for ref in sources]
+        out = self._elements(target, reduction.dtype, step, i, n)
+        if any(row.data_ptr() == out.data_ptr() for row in rows[2:]):  # in place, for a later rank
+            combined = torch.empty_like(out)
+            reduction.combine(rows, combined)
+            out.copy_(combined)
+        else:
+            reduction.combine(rows, out)
+
+    def _cuts(self, sources: Sequence[Ref], i: int, n: int) -> Sequence[int]:
+        """The bytes, from 0 to ``n``, between which each source is in one piece."""
+        cuts = {0, n}
+        for space, number, offset, stride, _, _ in sources:
+            vector = self._operands[number] if space == _VECTOR else None
+            if isinstance(vector, Scattered):
+                first = offset + i * stride
+                cuts.update([start - first for start in vector.starts if first < start < first + n])
+        return sorted(cuts)
 
     def _place(self, ref: Ref, step: int, i: int) -> int:
         """The address of a place that is not in a vector."""
@@ -222,11 +239,18 @@ class _Run:
                 return memory_at(self._place(ref, step, i), n, dtype)
             return self._board.elements(space, dtype, step, number, offset, n)
         vector = self._operands[number]
+        if isinstance(vector, Scattered):
+            return memory_at(vector.address(offset + i * stride), n, dtype)
         assert isinstance(vector, Tensor)
         if n == vector.nbytes:
             return vector
         start = (offset + i * stride) // dtype.itemsize
         return vector[start : start + n // dtype.itemsize]
+
+
+def _from(ref: Ref, start: int) -> Ref:
+    """A place from byte ``start`` on."""
+    return ref._replace(offset=ref.offset + start, lent=ref.lent + start if ref.lent >= 0 else -1)
 
 
 def _reaches(program: Program) -> dict[tuple[int, int], int]:

@@ -103,18 +103,17 @@ def _reduce_scatter(board: Board, submission: Submission, lends: bool) -> Schedu
     target = _target(reduction, outputs, lands)
     sources = _sources(reduction, op, inputs, size)
     sizes = tuple([source.nbytes for source in sources])
-    own = isinstance(sources[me], Tensor)
     # in place, the first of several additions would overwrite the input of a later one
-    direct = isinstance(target, Tensor) and not (own and where(sources[me]) == where(target))
+    direct = isinstance(target, Tensor) and where(sources[me]) != where(target)
 
     # in place, only this rank reads the part of the input that it writes
     lent = True if lends and isinstance(op, ReduceScatterSingle) else None
 
     def part(room: int) -> Part:
         inline = board.layout.inline_part
-        return programs.scattered_sums(me, sizes, room, own=own, direct=direct, lends=lent, inline=inline)
+        return programs.scattered_sums(me, sizes, room, direct=direct, lends=lent, inline=inline)
 
-    key = ReduceScatter, sizes, own, direct, lent
+    key = ReduceScatter, sizes, direct, lent
     return Schedule(key, part, [*sources, target], [*lands, *after], (reduction,), sources)
 
 

@@ -1,8 +1,8 @@
 """Functions of torch's C++ library by which the fast path knows a tensor: what it is, and where its memory lies.
 
 The methods in Python take ten times as many instructions. All but one of the functions belong to torch's stable
-interface in C (``torch/csrc/inductor/aoti_torch/c/shim.h``); the other one is C++. They take an ``at::Tensor``, which is
-part of the tensor's Python object (``THPVariable`` of ``torch/csrc/autograd/python_variable.h``).
+interface in C (``torch/csrc/inductor/aoti_torch/c/shim.h``), the other one is C++. They take an ``at::Tensor``, which
+is part of the tensor's Python object (``THPVariable`` of ``torch/csrc/autograd/python_variable.h``).
 """
 
 from __future__ import annotations

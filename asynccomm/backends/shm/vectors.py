@@ -61,6 +61,11 @@ class Scattered:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scattered) and self.addresses == other.addresses and self.starts == other.starts
 
+    def address(self, start: int) -> int:
+        """The address of byte ``start``."""
+        piece = bisect_right(self.starts, start) - 1
+        return self.addresses[piece] + start - self.starts[piece]
+
     def read(self, start: int, n: int, to: int) -> None:
         """Copy ``n`` bytes, starting at byte ``start``, to address ``to``."""
         if n:

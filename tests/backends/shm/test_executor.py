@@ -18,6 +18,7 @@ from asynccomm.backends.shm.programs import (
     combined,
     program,
     published,
+    scattered_sums,
     steps_for,
 )
 from asynccomm.backends.shm.reduction import reduction_for
@@ -76,8 +77,13 @@ def test_what_a_run_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="needs 2 vectors and 1 reductions"):
         next(run(executor, made, [torch.zeros(16)], [reduction_for(torch.float32, ReduceOp.SUM, 1)]))
     target = scattered([torch.zeros(8), torch.zeros(8)])
-    with pytest.raises(ValueError, match="vector 1 is in pieces"):
+    with pytest.raises(ValueError, match="vector 1 is in pieces and cannot be the target"):
         next(run(executor, made, [torch.zeros(16), target], [reduction_for(torch.float32, ReduceOp.SUM, 1)]))
+    numbers = torch.zeros(80, dtype=torch.uint8)
+    uneven = scattered([numbers[:30], numbers[40:74]])
+    parts = program(1, scattered_sums(0, [64], 64, direct=True))
+    with pytest.raises(ValueError, match="vector 0 is in pieces that have no whole elements"):
+        next(run(executor, parts, [uneven, torch.zeros(16)], [reduction_for(torch.float32, ReduceOp.SUM, 1)]))
 
 
 def test_a_run_is_driven_until_it_waits() -> None:

@@ -120,6 +120,7 @@ async def test_which_calls_are_fast() -> None:
             assert await path(comm.all_reduce(torch.ones(3, 1)[:, ::2])) == "fast", "contiguous as torch has it"
             with torch.inference_mode():
                 assert await path(comm.all_reduce(torch.ones(3))) == "fast"
+            assert await path(comm.all_reduce(torch.ones(1 << 21))) == "fast", "large"
             assert await path(comm.barrier()) == "fast"
             unusual = {
                 "tag": lambda: comm.all_reduce(plain, tag="a"),
@@ -133,7 +134,6 @@ async def test_which_calls_are_fast() -> None:
                 "empty": lambda: comm.all_reduce(torch.ones(0)),
                 "a reduction of one's own": lambda: comm.all_reduce(plain, ReduceOp(RedOpType.SUM)),
                 "factor": lambda: comm.all_reduce(plain, ReduceOp.PREMUL_SUM(2.0)),
-                "large": lambda: comm.all_reduce(torch.ones(1 << 21)),
                 "widened": lambda: comm.all_reduce(torch.ones(3, dtype=torch.int16), ReduceOp.AVG),
                 "allocated": lambda: comm.all_gather_single(None, plain),
                 "overlap": lambda: comm.all_reduce(plain.view(-1)[:8], out=plain.view(-1)[2:10]),

@@ -110,38 +110,44 @@ def test_exchange(n: int) -> None:
 @cases("size", [1, 2, 3, 8])
 @cases("n", [0, 1, 7, 24, 25, 64, 1000])
 @cases("parts", [False, True])
-@cases("own", [False, True])
+@cases("pieces", [False, True])
 @cases("lends", [False, True])
-def test_reduce(size: int, n: int, parts: bool, own: bool, lends: bool) -> None:
+def test_reduce(size: int, n: int, parts: bool, pieces: bool, lends: bool) -> None:
     world = executors(size, chunk=4096 if not parts else 1024)
-    tensors = [torch.arange(n) * (rank + 1.0) for rank in range(size)]
+    tensors = [
+        [part.clone() for part in (torch.arange(n) * (rank + 1.0)).split(11 if pieces and parts else 1001)]
+        for rank in range(size)
+    ]
     want = torch.arange(n) * float(sum(range(1, size + 1)))
 
     def one(rank: int) -> Progress:
         made = (
-            reduced_in_parts(rank, size, 4 * n, 1024, takes=True, own=own, lends=lends)
+            reduced_in_parts(rank, size, 4 * n, 1024, takes=True, lends=lends)
             if parts
-            else program(1, combined(rank, size, 4 * n, takes=True, inline=own and n <= 24))
+            else program(1, combined(rank, size, 4 * n, takes=True, inline=pieces and n <= 24))
         )
-        return run(world[rank], made, [tensors[rank]] * 2, [reduction_for(torch.float32, ReduceOp.SUM, size)])
+        vector: Operand = scattered(tensors[rank]) if len(tensors[rank]) > 1 else tensors[rank][0]
+        return run(world[rank], made, [vector, vector], [reduction_for(torch.float32, ReduceOp.SUM, size)])
 
     finish(*(one(rank) for rank in range(size)))
-    assert all(torch.equal(tensor, want) for tensor in tensors)
+    assert all(torch.equal(torch.cat(tensor), want) for tensor in tensors)
 
 
 @cases("size", [1, 2, 3])
 @cases("n", [1, 16, 17, 500])
-@cases("own", [False, True])
+@cases("pieces", [False, True])
 @cases("direct", [False, True])
-def test_scattered_sums(size: int, n: int, own: bool, direct: bool) -> None:
+def test_scattered_sums(size: int, n: int, pieces: bool, direct: bool) -> None:
     world = executors(size, chunk=64 * size)
     data = [[torch.arange(n) * (rank + 1.0) + reader for reader in range(size)] for rank in range(size)]
+    divided = [[[part.clone() for part in each.split(7)] for each in row] for row in data]
     got = [torch.zeros(n) for _ in range(size)]
 
     def one(me: int) -> Progress:
-        part = scattered_sums(me, [4 * n] * size, 64, own=own, direct=direct)
+        part = scattered_sums(me, [4 * n] * size, 64, direct=direct)
         reductions = [reduction_for(torch.float32, ReduceOp.SUM, size)]
-        return run(world[me], program(steps_for(4 * n, 64), part), [*data[me], got[me]], reductions)
+        vectors = [scattered(parts) for parts in divided[me]] if pieces and n > 7 else data[me]
+        return run(world[me], program(steps_for(4 * n, 64), part), [*vectors, got[me]], reductions)
 
     finish(*(one(me) for me in range(size)))
     for me in range(size):
