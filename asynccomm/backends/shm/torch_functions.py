@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
@@ -59,8 +60,14 @@ class TorchFunctions(NamedTuple):
     data: int  #: the address of the first element
 
 
-def torch_functions(names: Mapping[str, str] = NAMES) -> TorchFunctions | None:
+@cache
+def torch_functions() -> TorchFunctions | None:
     """The functions; None if this torch has none, or if they do not answer as the methods in Python do."""
+    return found(NAMES)
+
+
+def found(names: Mapping[str, str]) -> TorchFunctions | None:
+    """As ``torch_functions``, for functions of other names."""
     try:
         library = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         functions: dict[str, Any] = {field: getattr(library, name) for field, name in names.items()}

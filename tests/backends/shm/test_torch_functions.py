@@ -6,28 +6,27 @@ import pytest
 import torch
 
 from asynccomm.backends.shm import torch_functions as module
-from asynccomm.backends.shm.torch_functions import torch_functions
+from asynccomm.backends.shm.torch_functions import NAMES, found, torch_functions
 from asynccomm.ops.dtypes import CODES
 
 
 def test_this_torch_has_them() -> None:
-    found = torch_functions()
-    assert found is not None
+    functions = torch_functions()
+    assert functions is not None
     plain = [dtype for dtype in CODES if not dtype.is_complex and not str(dtype).startswith("torch.q")]
-    assert sorted(size for size in found.item_bytes if size) == sorted(dtype.itemsize for dtype in plain)
-    assert torch_functions() == torch_functions()
+    assert sorted(size for size in functions.item_bytes if size) == sorted(dtype.itemsize for dtype in plain)
 
 
-@pytest.mark.parametrize("field", module.NAMES)
+@pytest.mark.parametrize("field", NAMES)
 def test_a_torch_without_one_of_them_is_not_asked(field: str) -> None:
-    assert torch_functions({**module.NAMES, field: "no_such_function"}) is None
+    assert found({**NAMES, field: "no_such_function"}) is None
 
 
-@pytest.mark.parametrize("field", sorted({*module.NAMES} - {"is_negated", "dtype"}))
+@pytest.mark.parametrize("field", sorted({*NAMES} - {"is_negated", "dtype"}))
 def test_a_function_that_answers_otherwise_is_not_asked(field: str) -> None:
     others = {"device_type": "dtype", "layout": "dtype", "shape": "strides", "strides": "shape"}
-    other = module.NAMES[others[field]] if field in others else "aoti_torch_get_numel"
-    assert torch_functions({**module.NAMES, field: other}) is None
+    other = NAMES[others[field]] if field in others else "aoti_torch_get_numel"
+    assert found({**NAMES, field: other}) is None
 
 
 def test_a_torch_without_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +34,9 @@ def test_a_torch_without_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatc
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(module.ctypes, "CDLL", missing)
-    assert torch_functions() is None
+    assert found(NAMES) is None
 
 
 def test_tensors_of_another_layout_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "_cdata", property(lambda _: 1), raising=False)
-    assert torch_functions() is None
+    assert found(NAMES) is None
