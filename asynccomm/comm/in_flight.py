@@ -93,7 +93,7 @@ class InFlight:
         self._max_ops, self._max_bytes = options.max_ops, options.max_bytes
         self._extended = math.inf  # time of the last extend_timeout() still in force; inf: none is
         self._waiting = self._waits = 0
-        self._waiters: list[asyncio.Future[None]] = []  # for an operation to settle
+        self.waiters: list[asyncio.Future[None]] = []  #: for an operation to settle
 
     def settled(self, work: Work[Any]) -> None:
         """Remove ``work``, which is settled. From any thread."""
@@ -116,11 +116,12 @@ class InFlight:
 
     def wake(self) -> None:
         """Have the tasks that wait for operations to settle look again. From any thread."""
-        if self._waiters:
+        if self.waiters:
             self._mailbox.post(self._wake)
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
+        waiters = self.waiters.copy()
+        self.waiters.clear()  # always the same list, which the fast path looks at
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -186,7 +187,7 @@ class InFlight:
         """Wait while ``condition()`` holds; it is evaluated whenever an operation has settled. On the loop."""
         while condition():
             waiter: asyncio.Future[None] = self._mailbox.loop.create_future()
-            self._waiters.append(waiter)
+            self.waiters.append(waiter)
             if condition():  # again, as an operation may have settled before the waiter was there
                 await waiter
 

@@ -12,7 +12,7 @@
 
 #define MOST_ITEMS 8
 
-static PyTypeObject *Path_Type;
+PyTypeObject *Core_DirectPath;
 static PyObject *name_fast;
 
 typedef struct {
@@ -28,7 +28,7 @@ static int taken(const DirectMethod *method, PyObject *args, Py_ssize_t n, PyObj
     *work = NULL;
     PyObject *path = PyObject_GetAttr(PyTuple_GetItem(args, 0), name_fast), *items[MOST_ITEMS];
     if (!path) PyErr_Clear(); /* it is no comm, or not complete: for the function */
-    int is_path = path && PyType_IsSubtype(Py_TYPE(path), Path_Type), result = 0;
+    int is_path = path && PyType_IsSubtype(Py_TYPE(path), Core_DirectPath), result = 0;
     if (is_path) {
         Py_ssize_t count = 0, defaults = PyTuple_Size(method->defaults);
         items[count++] = method->check;
@@ -118,10 +118,10 @@ static PyType_Spec path_spec = {
 int core_add_methods(PyObject *module)
 {
     PyObject *type = PyType_FromSpec(&method_spec);
-    Path_Type = (PyTypeObject *)PyType_FromSpec(&path_spec);
+    Core_DirectPath = (PyTypeObject *)PyType_FromSpec(&path_spec);
     name_fast = PyUnicode_InternFromString("_fast");
-    int failed = !type || !Path_Type || !name_fast || PyModule_AddObjectRef(module, "DirectMethod", type)
-                 || PyModule_AddObjectRef(module, "DirectPath", (PyObject *)Path_Type);
+    int failed = !type || !Core_DirectPath || !name_fast || PyModule_AddObjectRef(module, "DirectMethod", type)
+                 || PyModule_AddObjectRef(module, "DirectPath", (PyObject *)Core_DirectPath);
     Py_XDECREF(type);
     return failed ? -1 : 0;
 }

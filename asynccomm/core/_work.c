@@ -147,6 +147,21 @@ static PyObject *new_finished(PyObject *value)
     return (PyObject *)finished;
 }
 
+/* Have the driver of a Work go on with it, if it does so in C; -1 with an exception. */
+static int advance(WorkState *work)
+{
+    PyObject *driver = work->driver;
+    int other;
+    if (work->done || !driver || !PyType_IsSubtype(Py_TYPE(driver), Core_DirectPath) || !work->mailbox || !PyType_IsSubtype(Py_TYPE(work->mailbox), Streak_Type))
+        return 0;
+    int in_loop = core_in_loop((Streak *)work->mailbox, get_running_loop, name_running, &other);
+    if (in_loop <= 0) return in_loop;
+    Py_INCREF(driver);
+    int result = ((DirectPath *)driver)->advance(driver, work);
+    Py_DECREF(driver);
+    return result;
+}
+
 /* Whether an await returns the value at once: all other cases are for the method `_wait`. */
 static int returns_at_once(WorkState *work)
 {
@@ -160,6 +175,7 @@ static int returns_at_once(WorkState *work)
 static PyObject *WorkState_await(PyObject *self)
 {
     WorkState *work = (WorkState *)self;
+    if (advance(work)) return NULL;
     int at_once = returns_at_once(work);
     if (at_once < 0) return NULL;
     if (!at_once) return PyObject_CallMethodObjArgs(self, name_wait, NULL);

@@ -61,7 +61,11 @@ typedef struct {
     PyObject_HEAD
     /* Submit the call of a method's check and its arguments: whether it was taken, with its Work, or NULL and an exception. */
     int (*submit)(PyObject *self, PyObject *const *items, Py_ssize_t n, PyObject **work);
+    /* Go on with a Work whose driver this is, before a task of its loop waits for it; -1 with an exception. */
+    int (*advance)(PyObject *self, WorkState *work);
 } DirectPath;
+
+extern PyTypeObject *Core_DirectPath;
 
 /* The last calls of a comm, at most `room`. */
 typedef struct {
@@ -107,6 +111,19 @@ static inline void core_log_call(CallLog *log, LoggedCall call)
     log->next = log->next + 1 == log->room ? 0 : log->next + 1;
     log->count += log->count < log->room;
     Py_XDECREF(old.op), Py_XDECREF(old.site);
+}
+
+/* Note the end of a call that was logged before it was done, if it is still in the log. */
+static inline void core_log_end(CallLog *log, const WorkState *work)
+{
+    Py_ssize_t place = log->next;
+    for (Py_ssize_t k = 0; k < log->count; k++) {
+        place = place ? place - 1 : log->room - 1;
+        LoggedCall *call = &log->calls[place];
+        if (call->seq != work->seq || call->op != work->op) continue;
+        call->finished = work->finished;
+        return;
+    }
 }
 
 /* A logged call as a tuple; NULL with an exception. */

@@ -287,3 +287,36 @@ def test_kept_calls_are_collected(state: Any) -> None:
     del op
     gc.collect()
     assert end() is None
+
+
+def test_values_of_works(state: Any) -> None:
+    def done(value: object) -> Any:
+        work = state.WorkState()
+        work._value, work._done = value, True
+        return work
+
+    assert state.values_of([]) == []
+    works = [done(3), done(None), done([4])]
+    values = state.values_of(works)
+    assert values == [3, None, [4]]
+    assert values[2] is works[2]._value
+    for name, value in {"_done": False, "_error": OSError(), "_finish": list, "captured": True}.items():
+        odd = done(5)
+        setattr(odd, name, value)
+        assert state.values_of([*works, odd]) is None, name
+        odd._error = None
+
+
+def test_held_calls(state: Any) -> None:
+    class Queue(state.HeldCalls):  # type: ignore[misc]
+        pass
+
+    queue = Queue()
+    queue.items, queue.works, queue.due = [queue], [], 3.0
+    queue.items.append(4)
+    assert queue.items[1:] == [4]
+    assert (queue.works, queue.due) == ([], 3.0)
+    gone = weakref.ref(queue)
+    del queue
+    gc.collect()
+    assert gone() is None

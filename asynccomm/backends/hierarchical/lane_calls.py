@@ -210,6 +210,7 @@ class RailCalls:
 class _InFlight:
     def __init__(self) -> None:
         self.works: dict[Work[Any], int] = {}
+        self.waiters: list[Any] = []
 
     def settled(self, work: Work[Any]) -> None:
         raise AssertionError("a lane holds no calls")

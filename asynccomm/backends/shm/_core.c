@@ -897,6 +897,7 @@ static PyMemberDef state_members[] = {
     {"message_wait", T_DOUBLE, offsetof(RankPosition, message_wait), 0, NULL}, {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL},
     {"posted", T_OBJECT, offsetof(RankPosition, posted), READONLY, NULL},
     {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {"adopting", T_BOOL, offsetof(RankPosition, adopting), 0, NULL},
+    {"arming", T_BOOL, offsetof(RankPosition, arming), 0, NULL},
     {"calls_ahead", T_BOOL, offsetof(RankPosition, calls_ahead), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 static PyType_Slot state_slots[] = {

@@ -107,7 +107,7 @@ typedef struct RankPosition {
     uint64_t messages, kept, alone;
     double collective_wait, message_wait; /* seconds */
     PyObject *op, *posted; /* posted: a list of HeldCalls */
-    char dead, adopting, calls_ahead;
+    char dead, adopting, arming, calls_ahead;
 } RankPosition;
 
 /* The counters of the two rings between this rank and a peer: rings.LinkState */

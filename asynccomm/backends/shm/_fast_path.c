@@ -736,7 +736,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(waited) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
+    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(waited) DO(waiters) DO(deciding) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
     DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -814,10 +814,10 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     double patience;
     PyObject *functions;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!O(OOO!)OOOOO!O!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!O(OOO!O!O)OOOOO!O!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &PySet_Type, &f->passed_files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
-                                  &f->profiler, Lock_Type, &f->lock, &f->driven, &f->driver, &f->arm, &PySet_Type, &f->waited,
+                                  &f->profiler, Lock_Type, &f->lock, &f->driven, &f->driver, &f->arm, &PySet_Type, &f->waited, &PyList_Type, &f->waiters, &f->deciding,
                                   &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &functions, &PyTuple_Type, &f->values, &short_bytes, &patience, &f->short_wait,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
                                   &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
@@ -829,7 +829,7 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     }
     f->short_bytes = short_bytes;
     if (parsed && !fill_questions(&f->questions, functions)) {
-        f->base.submit = submit_directly;
+        f->base.submit = submit_directly, f->base.advance = core_advance;
         f->patience = (int64_t)(patience * 1e9);
         f->constant_count = (int)PyTuple_Size(f->values);
         if (f->constant_count > MOST_CONSTANTS) f->constant_count = MOST_CONSTANTS;

@@ -141,6 +141,9 @@ typedef struct {
     PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *passed_files, *notes, *note, *profiler, *driven, *queue, *inbox;
     PyObject *driver, *arm; /* of posted messages: the backend; called when one is posted */
     PyObject *waited;       /* a set: the Works that threads wait for, which Python drives */
+    PyObject *waiters;      /* a list: tasks that wait until some operation is done */
+    PyObject *deciding;     /* called: whether a thread is about to settle a Work */
+    const WorkState *advanced; /* which a task is about to wait for, as it does not come soon; only compared */
     CallLog *recent;
     ReentrantLock *lock;
     Questions questions;
@@ -272,6 +275,9 @@ int core_settle_posted(FastPath *f);
 PyObject *core_post_message(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
                             PyObject *site, double started, const BegunMessage *begun);
 
+/* As of DirectPath. */
+int core_advance(PyObject *self, WorkState *work);
+
 /* before_await(work), before_block(work): a Driver of Works */
 PyObject *FastPath_before_await(PyObject *self, PyObject *work);
 PyObject *FastPath_before_block(PyObject *self, PyObject *work);
@@ -288,6 +294,9 @@ int core_has_memory(const FastPath *f, const HeldCall *call);
 
 /* The queue of the scope that the caller is in, or NULL; as hold_arguments. */
 int core_queue_of(FastPath *f, HeldCalls **queue);
+
+/* Settle a call that was held, and is done: 1; 0: Python has done so, as something waits for it; -1 with an exception. */
+int core_settle(FastPath *f, WorkState *work, double now);
 
 /* Hold a call in `queue`: 1 with its Work or an exception, 0: Python holds it. */
 int core_hold(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result, PyObject *site,

@@ -61,9 +61,9 @@ PyObject *core_post_message(FastPath *f, Entry *entry, const Tensors *tensors, c
     }
     if (entry->sends) held->begun = *begun;
     if (may_wait(f, entry) && !enter(f, entry, held)) { /* Python code has run meanwhile */
-        PyObject *none = PyObject_CallNoArgs(f->arm);
+        PyObject *none = f->state->arming ? NULL : PyObject_CallNoArgs(f->arm);
         Py_XDECREF(none);
-        if (none) work = (PyObject *)held->work, Py_INCREF(work);
+        if (f->state->arming) work = (PyObject *)held->work, Py_INCREF(work);
         else core_break_comm(f); /* the event loop would never look for it */
     }
     Py_DECREF((PyObject *)held);
@@ -71,6 +71,21 @@ PyObject *core_post_message(FastPath *f, Entry *entry, const Tensors *tensors, c
 }
 
 /* ---- frames ---------------------------------------------------------------------------------------------------- */
+
+/* Settle a message that is done, and take it out of the lists; -1 with an exception. */
+static int settle(FastPath *f, WorkState *work)
+{
+    if (PyList_Size(f->waiters)) { /* as long as tasks wait for any operation, Python settles all */
+        PyObject *settled = PyObject_CallMethod((PyObject *)work, "settle", NULL);
+        Py_XDECREF(settled);
+        return settled ? 0 : -1;
+    }
+    int result = core_settle(f, work, monotonic());
+    if (result <= 0) return result;
+    core_log_end(f->recent, work);
+    if (PyDict_DelItem(f->scopes.works, (PyObject *)work)) PyErr_Clear(); /* the comm has been dropped */
+    return 0;
+}
 
 int core_settle_posted(FastPath *f)
 {
@@ -82,9 +97,7 @@ int core_settle_posted(FastPath *f)
         WorkState *work = done[k]->work;
         if (!failed && !work->done) { /* else the comm has failed */
             if (!done[k]->entry->sends) work->source = PyLong_FromLong(done[k]->entry->peer);
-            PyObject *settled = PyErr_Occurred() ? NULL : PyObject_CallMethod((PyObject *)work, "settle", NULL);
-            Py_XDECREF(settled);
-            failed = !settled || PySet_Discard(f->waited, (PyObject *)work) < 0;
+            failed = PyErr_Occurred() || settle(f, work) || PySet_Discard(f->waited, (PyObject *)work) < 0;
             if (failed) core_break_comm(f);
         }
         Py_DECREF((PyObject *)done[k]);
@@ -161,18 +174,32 @@ static int go_on_until(FastPath *f, const WorkState *work)
     }
 }
 
+/* Go on before a task waits for a Work; as go_on_until. */
+static int go_on(FastPath *f, const WorkState *work)
+{
+    int may = core_has_posted(f, -1) ? core_may_send(f) : 0;
+    if (may <= 0) return may < 0 ? may : ASKED;
+    if (work->seq + 1 == f->counts->messages && work->seq == (long long)f->state->alone) f->state->calls_ahead = 0;
+    int result = go_on_until(f, work);
+    core_unlock(f->lock);
+    return result;
+}
+
+int core_advance(PyObject *self, WorkState *work)
+{
+    FastPath *f = (FastPath *)self;
+    if (!f->counts) return 0; /* dropped */
+    int result = go_on(f, work);
+    f->advanced = result == STUCK ? work : NULL;
+    return result < 0 ? -1 : 0;
+}
+
 PyObject *FastPath_before_await(PyObject *self, PyObject *object)
 {
     FastPath *f = (FastPath *)self;
-    const WorkState *work = (const WorkState *)object;
     if (!f->counts || !PyType_IsSubtype(Py_TYPE(object), f->work_type)) Py_RETURN_NONE; /* dropped */
-    int result = ASKED, may = core_has_posted(f, -1) ? core_may_send(f) : 0;
-    if (may < 0) return NULL;
-    if (may) {
-        if (work->seq + 1 == f->counts->messages && work->seq == (long long)f->state->alone) f->state->calls_ahead = 0;
-        result = go_on_until(f, work);
-        core_unlock(f->lock);
-    }
+    int result = f->advanced == (const WorkState *)object ? STUCK : go_on(f, (const WorkState *)object);
+    f->advanced = NULL;
     if (result < 0) return NULL;
     if (result != ASKED) Py_RETURN_NONE; /* the loop goes on with it */
     return PyObject_CallMethod(f->driver, "before_await", "O", object);

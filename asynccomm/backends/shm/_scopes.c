@@ -91,6 +91,24 @@ int core_give_work(const FastPath *f, HeldCall *held, PyObject *driver, PyObject
     return 0;
 }
 
+int core_settle(FastPath *f, WorkState *work, double now)
+{
+    if (work->done) return 0; /* another thread has aborted the comm */
+    PyObject *locked = PyObject_CallNoArgs(f->deciding); /* another thread may be doing so */
+    if (!locked) return -1;
+    Py_DECREF(locked);
+    int plain = locked == Py_False && (!work->waiters || !PyObject_Size(work->waiters))
+                && (!work->listeners || !PyObject_Size(work->listeners)) && (!work->callbacks || !PyObject_Size(work->callbacks));
+    if (!plain) {
+        PyObject *none = PyObject_CallMethodObjArgs((PyObject *)work, name_settle, NULL);
+        Py_XDECREF(none);
+        return none ? 0 : -1;
+    }
+    work->finished = now, work->done = 1;
+    replace(&work->driver, NULL), replace(&work->on_overdue, NULL), replace(&work->on_settled, NULL);
+    return 1;
+}
+
 /* Enter a call in its queue; -1 with an exception. */
 static int enter(FastPath *f, HeldCall *held, HeldCalls *queue)
 {
@@ -299,22 +317,6 @@ int core_has_memory(const FastPath *f, const HeldCall *call)
     return 1;
 }
 
-/* Settle a held call that is done. Python settles a Work that anything waits for; -1 with an exception. */
-static int settle(WorkState *work, double now)
-{
-    if (work->done) return 0; /* another thread has aborted the comm */
-    int plain = (!work->waiters || !PyObject_Size(work->waiters)) && (!work->listeners || !PyObject_Size(work->listeners))
-                && (!work->callbacks || !PyObject_Size(work->callbacks));
-    if (!plain) {
-        PyObject *none = PyObject_CallMethodObjArgs((PyObject *)work, name_settle, NULL);
-        Py_XDECREF(none);
-        return none ? 0 : -1;
-    }
-    work->finished = now, work->done = 1;
-    replace(&work->driver, NULL), replace(&work->on_overdue, NULL), replace(&work->on_settled, NULL);
-    return 0;
-}
-
 /* The addresses of the tensors of a group, in their order. */
 static char **addresses_of(const Flush *flush, const Group *group)
 {
@@ -395,7 +397,7 @@ static int conclude(Flush *flush, int gc)
     for (int g = 0; g < done && !failed; g++)
         for (int k = flush->groups[g].first; k >= 0 && !failed; k = flush->next[k]) {
             WorkState *work = flush->calls[k]->work;
-            failed = settle(work, now);
+            failed = core_settle(f, work, now) < 0;
             if (!failed) core_note(f, work);
         }
     if (failed) core_break_comm(f);

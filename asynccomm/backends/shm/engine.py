@@ -123,7 +123,7 @@ class Engine:
         self._with_worker = False
         self._dozing = False  # the progress thread may sleep until it is rung
         self._counts: CallCounts | None = None  # of the fast path's calls
-        self._arming = self._arming_again = False  # calls of ``_arm`` are scheduled on the loop
+        self._arming_again = False
         self._posted: Callable[[HeldCall], Submission] | None = None  # see ``DirectCalls``
 
     # -- from the comm ------------------------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ class Engine:
         return self._large_in != self._large_out  # a stale value is corrected by the next check
 
     def _arm_soon(self) -> None:
-        if not self._arming:
-            self._arming = True
+        if not self._position.arming:
+            self._position.arming = True
             self._loop.call_soon(self._arm)
 
     def _arm(self) -> None:
@@ -216,7 +216,7 @@ class Engine:
             self._arming_again = True
             self._loop.call_soon(self._arm)
             return
-        self._arming = self._arming_again = False
+        self._position.arming = self._arming_again = False
         if self._position.posted or self._queue or self._messages.pending or self._inbox:  # else C has done all of it
             self._drive()
 

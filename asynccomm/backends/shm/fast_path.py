@@ -23,6 +23,7 @@ from asynccomm.backends.shm.lowering import has_program, is_large, lowered
 from asynccomm.backends.shm.torch_functions import torch_functions
 from asynccomm.backends.shm.vectors import Operand, Scattered
 from asynccomm.backends.spinning import SHORT_WAIT_SECONDS
+from asynccomm.core import outcome
 from asynccomm.core.callsite import call_site, passed_files, user_files
 from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.core.work import Work
@@ -116,7 +117,7 @@ def fast_path(
         vars(profiler),
         calls.lock,
         driven,
-        (calls.driver, arm, waited),
+        (calls.driver, arm, waited, calls.in_flight.waiters, outcome.deciding.locked),
         *queues,
         Tensor,
         Parameter,

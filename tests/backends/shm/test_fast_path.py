@@ -625,7 +625,7 @@ async def test_a_rank_that_will_not_spin_asks_for_a_ring_in_the_call(comm: Comm)
                 engine._position.collective_wait = 1.0
                 work = own.all_reduce(values)
                 assert not work.done()
-                at_once.append(not engine._arming)
+                at_once.append(not engine._position.arming)
                 await comm.barrier()
             else:
                 await comm.barrier()

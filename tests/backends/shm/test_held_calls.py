@@ -565,3 +565,63 @@ async def test_held_calls_that_cannot_be_sent_any_more_fail() -> None:
                     await work
             assert comm.statistics().in_flight == 0
             assert (await comm.all_reduce(y)) is y
+
+
+@pytest.mark.ranks(2)
+async def test_what_is_large_goes_on_a_thread_with_all_that_come_after_it() -> None:
+    async with counted(scopes=True) as (comm, paths):
+        for round in range(4):
+            numbers = [torch.arange(float(n)) * (comm.rank + 1) for n in (5, 1 << 21, 7, 3 << 19, 9)]
+            shares = [torch.full((4 << 20,), float(comm.rank)), torch.empty(8 << 20)]
+            async with comm.coalesce() as batch:
+                for each in numbers:
+                    comm.all_reduce(each)
+                comm.all_gather_single(shares[1], shares[0])
+                comm.all_reduce(shares[0][:100].clone())
+            assert not batch.works[1].done()
+            assert await batch
+            assert all(torch.equal(each, 3 * torch.arange(float(len(each)))) for each in numbers)
+            assert shares[1].view(2, -1).sum(1).tolist() == [0, 4 << 20]
+            assert paths.took() == "fast"
+        await comm.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_large_calls_that_are_known_are_begun_in_c() -> None:
+    async with counted() as (comm, paths):
+        for round in range(3):
+            numbers = torch.arange(float(1 << 21)) * (comm.rank + 1)
+            work = comm.all_reduce(numbers)
+            assert not work.done()
+            assert await work is numbers
+            assert torch.equal(numbers, 3 * torch.arange(float(1 << 21)))
+            assert paths.adopted == round + 1
+        assert comm.statistics().in_flight == 0
+
+
+@pytest.mark.ranks(2)
+async def test_held_calls_are_in_flight_and_fail_with_the_comm() -> None:
+    comm = await new_comm("shm", name="fails")
+    with pytest.raises(AbortedError):
+        async with comm.coalesce() as batch:
+            for each in ones(3, 4):
+                comm.all_reduce(each)
+            statistics = comm.statistics()
+            assert (statistics.in_flight, statistics.held, statistics.bytes_in_flight) == (2, 2, 28)
+            comm.abort("enough")
+            assert all(work.done() for work in batch.works)
+            raise batch.works[0].exception() or AssertionError("it is done")
+    assert comm.statistics().in_flight == 0
+    await comm.aclose()
+
+
+@pytest.mark.ranks(1)
+async def test_memory_that_was_apart_may_be_shared_later() -> None:
+    async with counted(scopes=True) as (comm, paths):
+        whole = torch.ones(20)
+        for first, second in (((0, 8), (8, 16)), ((0, 8), (8, 16)), ((0, 8), (7, 15)), ((0, 8), (8, 16))):
+            async with comm.coalesce() as batch:
+                comm.all_reduce(whole[slice(*first)])
+                comm.all_reduce(whole[slice(*second)])
+            await batch
+            assert paths.took() == ("ordinary" if second[0] < first[1] else "fast")

@@ -25,6 +25,7 @@ from asynccomm import (
     new_comm,
 )
 from asynccomm.backends.shm.backend import ShmBackend
+from asynccomm.comm.flight import calls_of
 from asynccomm.core.native import CoreUnavailable, load_core
 from tests.waiting import until
 
@@ -369,3 +370,56 @@ async def test_errors_and_statistics_name_them() -> None:
             assert comm.statistics()[:3] == (2, 0, 0)
         else:
             await send_late(comm, torch.zeros(4), tag=3)
+
+
+@pytest.mark.ranks(2)
+async def test_an_awaited_receive_that_comes_soon_runs_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Work[Any]] = []
+    forward = Work._wait
+
+    def wait(work: Work[Any]) -> Any:
+        waits.append(work)
+        return forward(work)
+
+    async with counted() as (comm, _):
+        other, output = 1 - comm.rank, torch.empty(4)
+        for _ in range(300):
+            receive = comm.recv(output, other)
+            await comm.send(torch.ones(4), other)
+            monkeypatch.setattr(Work, "_wait", wait)
+            await receive
+            monkeypatch.setattr(Work, "_wait", forward)
+        assert len(waits) < 300, "some come soon, however busy the machine is"
+        assert comm.statistics()[:3] == (600, 0, 0)
+        calls = [(call.op.p2p, call.finished is not None, call.error) for call in calls_of(comm._submitter)]
+        assert calls == [(True, True, None)] * 256
+
+
+@pytest.mark.ranks(2)
+async def test_a_task_that_waits_for_room_goes_on_when_a_posted_receive_is_done() -> None:
+    async with new_comm("shm", name="room", max_ops=1) as comm:
+        if comm.rank == 0:
+            receive = post(comm, torch.empty(3), 1)
+            waiting = asyncio.ensure_future(comm.ready())
+            await until(lambda: comm.statistics().waiting == 1)
+            await comm.send(torch.ones(3), 1, tag=1)
+            await receive
+            await asyncio.wait_for(waiting, 30)
+        else:
+            await comm.recv(torch.empty(3), 0, tag=1)
+            await comm.send(torch.ones(3), 0)
+        await comm.barrier()
+
+
+@pytest.mark.ranks(1)
+async def test_a_receive_is_awaited_on_the_loop_of_its_comm_only() -> None:
+    async with new_comm("shm") as comm:
+        receive = comm.recv(torch.empty(3), 0)
+
+        async def other_loop() -> None:
+            with pytest.raises(RuntimeError, match="belongs to the event loop its comm was made on"):
+                await receive
+
+        await asyncio.to_thread(asyncio.run, other_loop())
+        await comm.send(torch.ones(3), 0)
+        await receive
