@@ -161,14 +161,15 @@ int core_progress_posted(FastPath *f)
 static int go_on_until(FastPath *f, const WorkState *work)
 {
     Spin spin = {0, 0, 0};
-    double began = monotonic();
+    double began = 0; /* 0: there was no wait yet */
     for (;;) {
         int result = core_progress_posted(f);
         if (core_settle_posted(f)) return -1;
         if (work->done) {
-            f->state->message_wait = monotonic() - began;
+            f->state->message_wait = began ? work->finished - began : 0;
             return DONE;
         }
+        if (!began) began = monotonic();
         if (result == DONE) continue;
         if (result != STUCK || !core_goes_on(f, f->state->message_wait, &spin)) return result;
     }

@@ -85,7 +85,7 @@ class RankPosition:
         #: whether the program calls messages while others are pending: waiting inside such a call would be in vain
         self.calls_ahead: bool = False
         self.alone: int = 0  #: number of the last message that was called while no other was pending
-        self.arming: bool = False  #: the loop is going to call the engine, which looks for what is left
+        self.arming: bool = False  #: the loop is going to call the engine
         self.adopting: bool = False  #: C has begun a message that no submission stands for yet
 
 

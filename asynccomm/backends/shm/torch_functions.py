@@ -1,4 +1,4 @@
-"""Functions of torch's C++ library by which the fast path knows a tensor: what it is, and where its memory lies.
+"""Functions of torch's C++ library by which the fast path knows the kind and the memory of a tensor.
 
 The methods in Python take ten times as many instructions. All but one of the functions belong to torch's stable
 interface in C (``torch/csrc/inductor/aoti_torch/c/shim.h``), the other one is C++. They take an ``at::Tensor``, which
@@ -42,7 +42,7 @@ _DTYPES: Final = 64  # dtypes beyond are not for the fast path
 
 @final
 class TorchFunctions(NamedTuple):
-    """The functions by their addresses, and what their answers mean."""
+    """The functions by their addresses, and the meaning of their answers."""
 
     place: int  #: bytes from the start of a tensor's Python object to its ``at::Tensor``
     cpu: int  #: the device type of tensors on the CPU
