@@ -435,15 +435,6 @@ PyObject *core_site_of(FastPath *f, int inner)
     return PyObject_CallFunctionObjArgs(f->call_site, inner ? two : one, NULL); /* 0: call_site itself */
 }
 
-/* The place of a call whose method is C, without any Python code; None if it takes some, NULL with an exception. */
-static PyObject *quick_site(FastPath *f)
-{
-    PyObject *frame = f->call_site == Py_None ? NULL : (PyObject *)PyEval_GetFrame();
-    if (!frame) Py_RETURN_NONE;
-    Py_INCREF(frame);
-    return site_from(f, frame);
-}
-
 int core_is_in_loop(const FastPath *f)
 {
     int other;
@@ -509,31 +500,13 @@ WorkState *core_finished_work(const FastPath *f, PyObject *op, long long seq, Py
     return work;
 }
 
-/* Give a Work its place, if that takes Python code, which could not run before; -1 with an exception. */
-static int find_site(FastPath *f, WorkState *work)
-{
-    if (f->call_site == Py_None || (work->site && work->site != Py_None)) return 0;
-    PyObject *before = work->site, *site = core_site_of(f, 0);
-    if (!site) return -1;
-    work->site = site;
-    Py_XDECREF(before);
-    return 0;
-}
-
-/* Take note of a call that is done; its Work, which is given, or NULL with an exception. */
-static PyObject *finish(FastPath *f, const Entry *entry, WorkState *work)
+/* Take note of a call that is done; its Work. */
+static PyObject *finish(FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
 {
     long long seq = core_count(f, entry->peer >= 0, entry->size); /* before Python code can run */
-    if (!work) return NULL;
-    double finished = monotonic();
-    if (entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
-    if (!work || find_site(f, work)) {
-        Py_XDECREF((PyObject *)work);
-        return NULL;
-    }
-    work->seq = seq, work->finished = finished, work->done = 1;
-    core_log_call(f->recent, core_call_of(work));
-    core_note(f, work);
+    WorkState *work = core_finished_work(f, entry->op, seq, result, site, started);
+    if (work && entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
+    if (work) core_note(f, work);
     return (PyObject *)work;
 }
 
@@ -604,19 +577,12 @@ void core_place(const Entry *entry, char *const *data)
     }
 }
 
-/* As core_start; MOVED: not further than this rank gets by itself. */
-static int start(FastPath *f, Entry *entry, char *const *data, long long number)
+int core_start(FastPath *f, Entry *entry, char *const *data, long long number)
 {
     begin(f, entry, number);
     core_place(entry, data);
     core_lend(entry->run);
-    return entry->large ? STUCK : core_pass(entry->run) == DONE ? DONE : MOVED;
-}
-
-int core_start(FastPath *f, Entry *entry, char *const *data, long long number)
-{
-    int result = start(f, entry, data, number);
-    return result == MOVED ? run_on(f, entry->run) : result;
+    return entry->large ? STUCK : run_on(f, entry->run);
 }
 
 PyObject *core_begun_message(const BegunMessage *message)
@@ -639,31 +605,14 @@ static PyObject *adopted(FastPath *f, Run *run, const BegunMessage *message, con
     return work;
 }
 
-/* Submit a known collective: its Work, or NULL with an exception. The comm's lock is held. `site`: NULL: not known yet. */
+/* Submit a known collective: its Work, or NULL with an exception. The comm's lock is held. */
 static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
                       PyObject *site, double started)
 {
-    int gc = PyGC_Disable(); /* as for `adopted` */
-    int moved = start(f, entry, tensors->data, f->counts->collectives);
-    /* the data of the other ranks are on their way meanwhile */
-    if (site) Py_INCREF(site);
-    else site = quick_site(f);
-    WorkState *work = site ? core_new_work(f, entry->op, result, site, started) : NULL;
-    if (moved == MOVED) moved = run_on(f, entry->run);
-    if (gc) PyGC_Enable();
+    if (core_start(f, entry, tensors->data, f->counts->collectives) == DONE) return finish(f, entry, result, site, started);
     Run *run = entry->run;
-    PyObject *made;
-    if (moved == DONE) {
-        made = finish(f, entry, work);
-    } else {
-        PyErr_Clear();
-        Py_XDECREF((PyObject *)work);
-        entry->run = NULL; /* which goes on without this entry */
-        made = adopted(f, run, NULL, arguments, result, site ? site : Py_None, started);
-        if (made && PyType_IsSubtype(Py_TYPE(made), f->work_type) && find_site(f, (WorkState *)made)) Py_CLEAR(made);
-    }
-    Py_XDECREF(site);
-    return made;
+    entry->run = NULL; /* which goes on without this entry */
+    return adopted(f, run, NULL, arguments, result, site, started);
 }
 
 /* Post a send that has begun, if it is LATE; else have Python adopt the message: its Work, or NULL with an exception. */
@@ -690,7 +639,7 @@ static PyObject *send_or_receive(FastPath *f, Entry *entry, const Tensors *tenso
     PyObject *work, *type, *value, *traceback;
     int moved = (entry->sends ? core_send_message : core_receive_message)(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0], &begun);
     if (moved == STUCK) return NULL;
-    if (moved == DONE) work = finish(f, entry, core_new_work(f, entry->op, result, site, started));
+    if (moved == DONE) work = finish(f, entry, result, site, started);
     else if (moved == LATE && !entry->sends) work = core_post_message(f, entry, tensors, arguments, result, site, started, NULL);
     else work = hand_over(f, entry, moved, &begun, tensors, arguments, result, site, started);
     if (!f->unsettled_count) return work;
@@ -701,9 +650,8 @@ static PyObject *send_or_receive(FastPath *f, Entry *entry, const Tensors *tenso
 }
 
 /* Submit a call of which all Python code has run: 1: `work` is its Work, or NULL with an exception; 0: it is not for this
- * path; 2: its kind is known by now, or its place is to be known, and its addresses are to be taken again. `site`: NULL: not
- * known yet. */
-static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, PyObject *const *args, PyObject **site,
+ * path; 2: its kind is known by now, and its addresses are to be taken again. */
+static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, PyObject *const *args, PyObject *site,
                      double started, HeldCalls *queue, PyObject **work)
 {
     Key key;
@@ -712,21 +660,14 @@ static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, 
     if (!entry && !is_worth(f, &key)) return 0;
     if (!entry) return learn_call(f, &key, arguments, tensors) ? 1 : 2;
     if (!entry->program && entry->peer < 0) return 0;
-    if (!*site && !entry->program) { /* of a message, which may be posted */
-        if (!(*site = quick_site(f))) return 1;
-        if (*site == Py_None && f->call_site != Py_None) {
-            Py_DECREF(*site);
-            return (*site = core_site_of(f, 0)) ? 2 : 1;
-        }
-    }
     PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];
     entry->holds++;
     int may;
-    if (queue) may = core_hold(f, entry, tensors, arguments, result, *site, started, queue, work);
+    if (queue) may = core_hold(f, entry, tensors, arguments, result, site, started, queue, work);
     else may = !entry->program || !core_prepare(f, entry) ? core_may_send(f) : -1;
     if (may > 0 && !queue) {
-        if (entry->program) *work = send(f, entry, tensors, arguments, result, *site, started);
-        else if (!(*work = send_or_receive(f, entry, tensors, arguments, result, *site, started)) && !PyErr_Occurred()) may = 0;
+        if (entry->program) *work = send(f, entry, tensors, arguments, result, site, started);
+        else if (!(*work = send_or_receive(f, entry, tensors, arguments, result, site, started)) && !PyErr_Occurred()) may = 0;
         core_unlock(f->lock);
     }
     core_release_entry(entry);
@@ -743,15 +684,14 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, int inner,
     if (result <= 0) return result < 0;
     PyObject *site = NULL;
     HeldCalls *queue = NULL;
-    if ((inner || f->counts->scopes) && !(site = core_site_of(f, inner))) result = -1;
+    if (!(site = core_site_of(f, inner))) result = -1;
     else if (f->counts->scopes) result = core_queue_of(f, &queue);
     if (result < 0) result = 1; /* with the exception */
-    else if (result)
-        for (int k = 0; k < 3; k++) { /* it may be made known, then its place */
-            result = try_known(f, &arguments, &tensors, args, &site, started, queue, work);
-            if (result != 2) break;
-            result = 0; /* forgotten already */
-        }
+    else if (result) {
+        result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
+        if (result == 2) result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
+        if (result == 2) result = 0; /* forgotten already */
+    }
     Py_XDECREF(site), Py_XDECREF((PyObject *)queue);
     release_arguments(&arguments);
     return result;
