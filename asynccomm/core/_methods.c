@@ -13,7 +13,13 @@
 #define MOST_ITEMS 8
 
 PyTypeObject *Core_DirectPath;
-static PyObject *name_fast;
+static PyTypeObject *Caller_Type;
+
+/* The base of objects that have such methods. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *fast; /* their path */
+} DirectCaller;
 
 typedef struct {
     PyObject_HEAD
@@ -26,17 +32,16 @@ typedef struct {
 static int taken(const DirectMethod *method, PyObject *args, Py_ssize_t n, PyObject **work)
 {
     *work = NULL;
-    PyObject *path = PyObject_GetAttr(PyTuple_GetItem(args, 0), name_fast), *items[MOST_ITEMS];
-    if (!path) PyErr_Clear(); /* it is no comm, or not complete: for the function */
-    int is_path = path && PyType_IsSubtype(Py_TYPE(path), Core_DirectPath), result = 0;
-    if (is_path) {
-        Py_ssize_t count = 0, defaults = PyTuple_Size(method->defaults);
-        items[count++] = method->check;
-        for (Py_ssize_t k = 1; k <= n; k++) items[count++] = PyTuple_GetItem(args, k);
-        for (Py_ssize_t k = n - method->required; k < defaults; k++) items[count++] = PyTuple_GetItem(method->defaults, k);
-        result = ((DirectPath *)path)->submit(path, items, count, work);
-    }
-    Py_XDECREF(path);
+    PyObject *object = PyTuple_GetItem(args, 0), *items[MOST_ITEMS];
+    PyObject *path = PyType_IsSubtype(Py_TYPE(object), Caller_Type) ? ((DirectCaller *)object)->fast : NULL;
+    if (!path || !PyType_IsSubtype(Py_TYPE(path), Core_DirectPath)) return 0;
+    Py_ssize_t count = 0, defaults = PyTuple_Size(method->defaults);
+    items[count++] = method->check;
+    for (Py_ssize_t k = 1; k <= n; k++) items[count++] = PyTuple_GetItem(args, k);
+    for (Py_ssize_t k = n - method->required; k < defaults; k++) items[count++] = PyTuple_GetItem(method->defaults, k);
+    Py_INCREF(path);
+    int result = ((DirectPath *)path)->submit(path, items, count, work);
+    Py_DECREF(path);
     return result;
 }
 
@@ -111,6 +116,33 @@ static PyType_Slot method_slots[] = {
 static PyType_Spec method_spec = {"_work.DirectMethod", sizeof(DirectMethod), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_METHOD_DESCRIPTOR, method_slots};
 
+static int DirectCaller_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(((DirectCaller *)self)->fast);
+    return 0;
+}
+
+static int DirectCaller_clear(PyObject *self)
+{
+    Py_CLEAR(((DirectCaller *)self)->fast);
+    return 0;
+}
+
+static void DirectCaller_dealloc(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    DirectCaller_clear(self);
+    core_free(self);
+}
+
+static PyMemberDef caller_members[] = {{"_fast", T_OBJECT, offsetof(DirectCaller, fast), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyType_Slot caller_slots[] = {
+    {Py_tp_dealloc, (void *)DirectCaller_dealloc}, {Py_tp_traverse, (void *)DirectCaller_traverse}, {Py_tp_clear, (void *)DirectCaller_clear},
+    {Py_tp_members, caller_members}, {0, NULL}};
+static PyType_Spec caller_spec = {
+    "_work.DirectCaller", sizeof(DirectCaller), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, caller_slots};
+
 static PyType_Slot path_slots[] = {{0, NULL}};
 static PyType_Spec path_spec = {
     "_work.DirectPath", sizeof(DirectPath), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION, path_slots};
@@ -119,8 +151,8 @@ int core_add_methods(PyObject *module)
 {
     PyObject *type = PyType_FromSpec(&method_spec);
     Core_DirectPath = (PyTypeObject *)PyType_FromSpec(&path_spec);
-    name_fast = PyUnicode_InternFromString("_fast");
-    int failed = !type || !Core_DirectPath || !name_fast || PyModule_AddObjectRef(module, "DirectMethod", type)
+    Caller_Type = (PyTypeObject *)PyType_FromSpec(&caller_spec);
+    int failed = !type || !Core_DirectPath || !Caller_Type || PyModule_AddObjectRef(module, "DirectCaller", (PyObject *)Caller_Type) || PyModule_AddObjectRef(module, "DirectMethod", type)
                  || PyModule_AddObjectRef(module, "DirectPath", (PyObject *)Core_DirectPath);
     Py_XDECREF(type);
     return failed ? -1 : 0;

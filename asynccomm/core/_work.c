@@ -95,10 +95,17 @@ typedef struct {
     PyObject *value; /* NULL once returned */
 } Finished;
 
+static PyObject *spare; /* memory of the last one, for the next one */
+
 static void Finished_dealloc(PyObject *self)
 {
-    Py_XDECREF(((Finished *)self)->value);
-    core_free(self);
+    Py_CLEAR(((Finished *)self)->value); /* which may make others */
+    if (spare) {
+        core_free(self);
+        return;
+    }
+    spare = self;
+    Py_DECREF((PyObject *)Finished_Type);
 }
 
 static PyObject *Finished_next(PyObject *self)
@@ -140,8 +147,9 @@ static PyType_Spec finished_spec = {
 
 static PyObject *new_finished(PyObject *value)
 {
-    Finished *finished = (Finished *)PyType_GenericAlloc(Finished_Type, 0);
+    Finished *finished = (Finished *)(spare ? PyObject_Init(spare, Finished_Type) : PyType_GenericAlloc(Finished_Type, 0));
     if (!finished) return NULL;
+    spare = (PyObject *)finished == spare ? NULL : spare;
     finished->value = value;
     Py_INCREF(value);
     return (PyObject *)finished;

@@ -2,6 +2,7 @@
 
 from asynccomm.core.python_state import CallCounts as CallCounts
 from asynccomm.core.python_state import CallLog as CallLog
+from asynccomm.core.python_state import DirectCaller as DirectCaller
 from asynccomm.core.python_state import HeldCalls as HeldCalls
 from asynccomm.core.python_state import ReentrantLock as ReentrantLock
 from asynccomm.core.python_state import Streak as Streak

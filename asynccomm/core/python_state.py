@@ -9,7 +9,7 @@ from collections.abc import Generator
 from threading import RLock as ReentrantLock
 from typing import Any
 
-__all__ = ["CallCounts", "CallLog", "HeldCalls", "ReentrantLock", "Streak", "WorkState", "values_of"]
+__all__ = ["CallCounts", "CallLog", "DirectCaller", "HeldCalls", "ReentrantLock", "Streak", "WorkState", "values_of"]
 
 STREAK_AWAITS = 64  # finished outcomes awaited in a row before one await yields to the loop
 STREAK_SECONDS = 1e-3  # the same limit as a time, for large collectives that finish inside the call
@@ -54,6 +54,15 @@ class CallCounts:
         self.scopes = 0  #: tasks and threads in scopes that hold their calls
         self.noted_calls = 0  #: calls of the fast path that are noted before the watchers get them; 0: no watchers
         self.closed = False  #: calls raise an error
+
+
+class DirectCaller:
+    """The base of objects with methods that begin in C, where C was built."""
+
+    __slots__ = ("_fast",)
+
+    def __init__(self) -> None:
+        self._fast: Any = None  #: the fast path of the calls
 
 
 class HeldCalls:

@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING
 from asynccomm.core.native import CoreUnavailable, load
 
 if TYPE_CHECKING:
-    from asynccomm.core.python_state import CallCounts, CallLog, HeldCalls, ReentrantLock, Streak, WorkState, values_of
+    from asynccomm.core.python_state import (
+        CallCounts,
+        CallLog,
+        DirectCaller,
+        HeldCalls,
+        ReentrantLock,
+        Streak,
+        WorkState,
+        values_of,
+    )
 else:
     _state = load("asynccomm.core._work")
     if isinstance(_state, CoreUnavailable):
         from asynccomm.core import python_state as _state
     CallCounts, CallLog, ReentrantLock = _state.CallCounts, _state.CallLog, _state.ReentrantLock
+    DirectCaller = _state.DirectCaller
     HeldCalls, Streak, WorkState, values_of = _state.HeldCalls, _state.Streak, _state.WorkState, _state.values_of
 
-__all__ = ["CallCounts", "CallLog", "HeldCalls", "ReentrantLock", "Streak", "WorkState", "values_of"]
+__all__ = ["CallCounts", "CallLog", "DirectCaller", "HeldCalls", "ReentrantLock", "Streak", "WorkState", "values_of"]

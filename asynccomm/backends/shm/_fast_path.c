@@ -13,12 +13,14 @@
  */
 #include "_fast_path.h"
 
+#include <dlfcn.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
 PyTypeObject *Core_FastPath;
 static PyTypeObject *Streak_Type, *Counts_Type, *State_of_Work, *Log_Type, *Lock_Type;
+static int (*frame_lasti)(PyFrameObject *frame); /* PyFrame_GetLasti, which is not in the limited API; NULL without */
 static PyObject *get_running_loop, *get_frame, *one, *two;
 static PyObject *name_running, *name_append, *name_filename, *name_lasti, *name_dtype, *name_profiling, *name_back;
 
@@ -390,6 +392,31 @@ static int is_in(PyObject *files, PyObject **known, PyObject *code)
     return found;
 }
 
+/* The number of the instruction that a frame is at; -1 with an exception, perhaps. */
+static long instruction_of(PyObject *frame)
+{
+    if (frame_lasti) return frame_lasti((PyFrameObject *)frame);
+    PyObject *number = PyObject_GetAttr(frame, name_lasti);
+    long instruction = number ? PyLong_AsLong(number) : -1;
+    Py_XDECREF(number);
+    return instruction;
+}
+
+/* The place (code, instruction), which most often is that of the call before; NULL with an exception. */
+static PyObject *place_at(FastPath *f, PyObject *code, PyObject *frame)
+{
+    long instruction = instruction_of(frame);
+    if (instruction == -1 && PyErr_Occurred()) return NULL;
+    if (!f->site || f->site_instruction != instruction || PyTuple_GetItem(f->site, 0) != code) {
+        PyObject *place = Py_BuildValue("(Ol)", code, instruction), *last = f->site;
+        if (!place) return NULL;
+        f->site = place, f->site_instruction = instruction;
+        Py_XDECREF(last);
+    }
+    Py_INCREF(f->site);
+    return f->site;
+}
+
 /* As call_site, from `frame` on, a reference that is taken; None if Python has to look. */
 static PyObject *site_from(FastPath *f, PyObject *frame)
 {
@@ -399,8 +426,8 @@ static PyObject *site_from(FastPath *f, PyObject *frame)
         PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
         users = is_in(f->files, f->codes, code);
         passed = users ? 0 : is_in(f->passed_files, f->passed, code);
-        PyObject *next = users > 0 ? PyObject_GetAttr(frame, name_lasti) : passed > 0 ? PyObject_GetAttr(frame, name_back) : NULL;
-        if (users > 0 && next) site = PyTuple_Pack(2, code, next);
+        PyObject *next = passed > 0 ? PyObject_GetAttr(frame, name_back) : NULL;
+        if (users > 0) site = place_at(f, code, frame);
         if (passed > 0 && next) {
             Py_DECREF(frame);
             frame = next;
@@ -736,7 +763,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(waited) DO(waiters) DO(deciding) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
+    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(waited) DO(waiters) DO(deciding) DO(site) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
     DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -872,6 +899,7 @@ int core_add_fast_path(PyObject *module)
         {&name_lasti, "f_lasti"}, {&name_dtype, "dtype"}, {&name_back, "f_back"}, {&name_profiling, "_is_profiler_enabled"}};
     for (size_t k = 0; k < sizeof names / sizeof *names; k++)
         if (!(*names[k].place = PyUnicode_InternFromString(names[k].text))) return -1;
+    frame_lasti = (int (*)(PyFrameObject *))dlsym(RTLD_DEFAULT, "PyFrame_GetLasti");
     if (!(get_running_loop = attribute_of("asyncio", "_get_running_loop")) || !(get_frame = attribute_of("sys", "_getframe"))
         || !(one = PyLong_FromLong(1)) || !(two = PyLong_FromLong(2))
         || !(Streak_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "Streak"))

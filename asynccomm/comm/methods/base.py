@@ -18,6 +18,7 @@ from asynccomm.comm.measuring import measure_if_wanted
 from asynccomm.comm.session import Session
 from asynccomm.comm.tracing import trace_if_wanted
 from asynccomm.core.handles import Handle
+from asynccomm.core.state import DirectCaller
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, PayloadError, PayloadTypeError
 from asynccomm.ops import Call, Parcel, RecvParcel, Several
@@ -45,13 +46,14 @@ class CollectiveArguments(ReceiveArguments, total=False):
     tag: str | None
 
 
-class CommBase(Handle):
+class CommBase(Handle, DirectCaller):
     """Properties of a comm, and the one path by which all methods submit operations."""
 
     _instead = "make a comm there, by asynccomm.new_comm() or comm.split()"
 
     def __init__(self, session: Session, backend_name: str) -> None:
         """Not for users: see ``asynccomm.new_comm``."""
+        super().__init__()
         self._session = session
         self._submitter = session.submitter
         self._group = session.group

@@ -570,7 +570,7 @@ async def test_held_calls_that_cannot_be_sent_any_more_fail() -> None:
 @pytest.mark.ranks(2)
 async def test_what_is_large_goes_on_a_thread_with_all_that_come_after_it() -> None:
     async with counted(scopes=True) as (comm, paths):
-        for round in range(4):
+        for _ in range(4):
             numbers = [torch.arange(float(n)) * (comm.rank + 1) for n in (5, 1 << 21, 7, 3 << 19, 9)]
             shares = [torch.full((4 << 20,), float(comm.rank)), torch.empty(8 << 20)]
             async with comm.coalesce() as batch:
