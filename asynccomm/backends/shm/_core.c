@@ -937,6 +937,8 @@ static PyMethodDef segment_methods[] = {
     {"follow", Segment_follow, METH_O, "Extend collectives of unknown length in a RankPosition."},
     {"map_by", core_map_by, METH_O, "Have a PeerMemory map the tensors of other ranks."},
     {"single_copy", core_single_copy, METH_O, "Take part in single copy."},
+    {"reads_all", core_reads_all_now, METH_NOARGS, "Whether all ranks can read each other's memory."},
+    {"read", core_read_memory, METH_VARARGS, "Read memory of another rank's process."},
     {"interrupt", Segment_interrupt, METH_NOARGS, "Make `drive` return soon. From any thread."},
     {"resume", Segment_resume, METH_NOARGS, "End an interruption."},
     {NULL, NULL, 0, NULL},

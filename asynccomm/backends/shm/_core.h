@@ -257,6 +257,8 @@ int core_is_readable(const char *address);
 int core_read(const Segment *s, int rank, char *to, const char *from, size_t n);
 
 PyObject *core_single_copy(PyObject *segment, PyObject *liveness);
+PyObject *core_reads_all_now(PyObject *segment, PyObject *none);
+PyObject *core_read_memory(PyObject *segment, PyObject *args);
 
 /* ---- passes -------------------------------------------------------------------------------------------------------- */
 

@@ -111,6 +111,15 @@ class Segment:
             liveness: by rank, a descriptor that is readable once the rank is lost; -1 for this rank.
         """
 
+    def reads_all(self) -> bool:
+        """Whether all ranks can read each other's memory, and do so."""
+
+    def read(self, rank: int, to: int, source: int, nbytes: int, /) -> bool | None:
+        """Copy from memory of a rank's process, without the GIL; False: it is lost, or its operation has failed.
+
+        Returns None if the memory cannot be read.
+        """
+
     def link(self, rank: int, /) -> LinkState:
         """The counters of the rings to and from a peer."""
 

@@ -108,3 +108,22 @@ int core_read(const Segment *s, int rank, char *to, const char *from, size_t n)
     struct pollfd liveness = {process->liveness, POLLIN, 0};
     return poll(&liveness, 1, 0) > 0 ? STUCK : MOVED;
 }
+
+PyObject *core_reads_all_now(PyObject *self, PyObject *Py_UNUSED(none)) { return PyBool_FromLong(core_reads_all((Segment *)self)); }
+
+/* read(rank, to, from, nbytes) -> True; False: the rank is lost, or has failed; None: its memory cannot be read */
+PyObject *core_read_memory(PyObject *self, PyObject *args)
+{
+    Segment *s = (Segment *)self;
+    int rank, result;
+    unsigned long long to, from, nbytes;
+    if (!PyArg_ParseTuple(args, "iKKK", &rank, &to, &from, &nbytes)) return NULL;
+    if (rank < 0 || rank >= s->size || !core_reads_all(s)) return PyErr_Format(PyExc_ValueError, "the memory of rank %d is not to be read", rank);
+    Py_BEGIN_ALLOW_THREADS
+    result = core_read(s, rank, (char *)(uintptr_t)to, (const char *)(uintptr_t)from, (size_t)nbytes);
+    Py_END_ALLOW_THREADS
+    atomic_thread_fence(memory_order_seq_cst); /* behind the last read */
+    if (result == MOVED && acquired(block_of(s, rank) + WITHDRAWN)) result = STUCK;
+    if (result == WRONG) Py_RETURN_NONE;
+    return PyBool_FromLong(result == MOVED);
+}

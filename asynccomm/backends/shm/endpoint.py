@@ -16,6 +16,9 @@ copy), and then says so in its CLEAR, which ends the message.
 
 First frames of messages leave in the order of the calls, which gives the order per pair of ranks and tag. Tags share
 the ring, and nothing else.
+
+An OFFER from Python has the address, too, of a tensor in one piece. A rank that sends long messages while it receives
+one reads that by single copy, up to ``READ`` bytes at a time, as both ranks then copy at once.
 """
 
 from __future__ import annotations
@@ -23,19 +26,22 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
-from asynccomm.backends.shm.arrivals import Arrival
+from asynccomm.backends.shm.arrivals import Arrival, TensorArrival
 from asynccomm.backends.shm.board import RankPosition
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import LINE, WORD, Layout
 from asynccomm.backends.shm.rings import HEADER, LinkState, Mapped, Reader, Writer, framed, largest_payload
 from asynccomm.backends.shm.vectors import SMALL, Pieces
 from asynccomm.errors import BackendError
+
+if TYPE_CHECKING:
+    from asynccomm.backends.shm import _core
 
 # bytes of an eager payload: 256 KiB take 21 us one way, and 250 us with an OFFER and a CLEAR first
 SHORT_BYTES: Final = 256 << 10
@@ -45,6 +51,7 @@ FRAME: Final = 256 << 10
 MOST_OFFERS: Final = 1 << 20  # unmatched offers of one rank: some 300 bytes each
 
 SHORT, OFFER, CLEAR, DATA = 2, 3, 4, 5  # kinds of frames; 1 is padding
+READ: Final = 8 << 20  # bytes that a rank reads from the memory of another one in a step
 HAS_READ: Final = 1  # ``extra`` of a CLEAR: the receiver has read the message itself
 _IDENTS = 1 << 32  # the ids of offers wrap around at this number
 
@@ -63,6 +70,7 @@ class Offer(NamedTuple):
     extra: int
     length: int
     ident: int
+    address: int = 0  #: of the message in the memory of its sender's process; 0: unknown
 
 
 @final
@@ -81,6 +89,13 @@ class Outgoing:
     ident: int
     pieces: Pieces
     left: int
+
+    @property
+    def address(self) -> int:
+        """The address of a tensor that is sent as it is, or else 0."""
+        part = self.parts[0]
+        as_it_is = len(self.parts) == 1 and isinstance(part, Tensor) and arithmetic.is_plain(part)
+        return part.data_ptr() if as_it_is and isinstance(part, Tensor) else 0
 
     def __init__(
         self,
@@ -146,10 +161,10 @@ class Link:
         "_clears",
         "_least",
         "_matched_at",
-        "_native",
         "_offered",
         "_offers",
         "_ring",
+        "_segment",
         "_short",
         "_streams",
         "_taken_at",
@@ -163,6 +178,7 @@ class Link:
         "lines",
         "peer",
         "reader",
+        "reading",
         "state",
     )
 
@@ -175,7 +191,7 @@ class Link:
         ring: Callable[[int], None],
         tally: Tally,
         state: LinkState,
-        native: bool,
+        segment: _core.Segment | None,
     ) -> None:
         layout = mapped.layout
         self.peer: int = peer
@@ -190,14 +206,15 @@ class Link:
         self._tally = tally
         self._short = largest_short(layout)
         self.frame: Final = min(FRAME - HEADER, largest_payload(layout.ring))  #: bytes of a DATA frame, at most
-        self._native = native  # DATA frames of parts of ``_least`` bytes or more move in C
+        self._segment = segment  # in which DATA frames of parts of ``_least`` bytes or more move in C; None without C
         self._least = min(SMALL, self.frame)
         self._unmatched = layout.ring  # limit of bytes of short frames in flight or unexpected
         self._waiting: deque[Outgoing] = deque()  # messages without their first frame in the ring
         state.waiting = self._waiting
         self._offered: dict[int, Outgoing] = {}  # messages that wait for CLEAR, by ident
         self._streams: deque[Outgoing] = deque()  # cleared messages, round-robin
-        self._clears: deque[int] = deque()  # idents to be cleared, with no CLEAR in the ring yet
+        self._clears: deque[tuple[int, int]] = deque()  # CLEARs that are not in the ring yet: ident, and its ``extra``
+        self.reading: dict[int, tuple[TensorArrival, int]] = {}  #: messages that are read where they lie
         self._taken_at = (layout.ring_start(rank, peer) + LINE) // WORD + 1  # word: bytes that the peer matched
         self._offers = 0  # received offers that are not matched
         self._matched_at = (layout.ring_start(peer, rank) + LINE) // WORD + 1  # word that publishes ``state.matched``
@@ -249,7 +266,7 @@ class Link:
     def pump(self) -> bool:
         """Write to the ring as long as it has room. Returns whether anything was written."""
         moved = False
-        while self._clears and self._writer.put(CLEAR, ident=self._clears[0]):
+        while self._clears and self._writer.put(CLEAR, ident=self._clears[0][0], extra=self._clears[0][1]):
             self._clears.popleft()
             moved = True
         while not self._clears and (self._waiting or self._streams):
@@ -303,8 +320,13 @@ class Link:
                 self._tally.over(message.submission)
                 return True
         ident = self.state.next_ident % _IDENTS
-        if not self._writer.put(OFFER, message.tag, message.extra, ident, message.length):
+        address = message.address if self._segment is not None and self._segment.reads_all() else 0
+        target = self._writer.reserve(WORD if address else 0)
+        if not target:
             return False
+        if address:
+            ctypes.c_uint64.from_address(target).value = address
+        self._writer.publish(OFFER, message.tag, message.extra, ident, message.length)
         message.ident = ident
         self._offered[ident] = message
         self.state.next_ident += 1
@@ -312,7 +334,7 @@ class Link:
 
     def _in_core(self) -> bool:
         """Whether C writes the next frame of a long message."""
-        return self._native and not self._waiting and self._streams[0].pieces.span()[1] >= self._least
+        return self._segment is not None and not self._waiting and self._streams[0].pieces.span()[1] >= self._least
 
     def _stream(self) -> bool:
         message = self._streams[0]
@@ -332,14 +354,47 @@ class Link:
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
-    def clear(self, ident: int) -> None:
-        """Send CLEAR for an offered message."""
+    def clear(self, ident: int, extra: int = 0) -> None:
+        """Send CLEAR for an offered message; ``extra`` HAS_READ ends the message."""
         if ident in self.incoming:
             raise BackendError(f"rank {self.peer} has offered message {ident} twice")
-        if self._writer.put(CLEAR, ident=ident):
+        if not self._clears and self._writer.put(CLEAR, ident=ident, extra=extra):
             self._ring(self.peer)
         else:
-            self._clears.append(ident)
+            self._clears.append((ident, extra))
+
+    def read_at(self, ident: int, arrival: TensorArrival, address: int) -> None:
+        """Receive an offered message by single copy, in calls of ``read_on``."""
+        if ident in self.reading:
+            raise BackendError(f"rank {self.peer} has offered message {ident} twice")
+        self.reading[ident] = arrival, address
+
+    def read_on(self) -> TensorArrival | bool:
+        """Read more of one of these messages; returns whether anything was read, or a message that is complete."""
+        assert self._segment is not None
+        ident, (arrival, address) = next(iter(self.reading.items()))
+        to, left = arrival.span()
+        nbytes = min(left, READ)
+        found = self._segment.read(self.peer, to, address, nbytes)
+        if found is False:
+            return False  # the engine will find the reason
+        del self.reading[ident]
+        if found is None:
+            anew = TensorArrival(arrival.receive)
+            self.clear(ident)
+            self.incoming[ident] = anew
+            return True
+        arrival.skip(nbytes)
+        if arrival.left:
+            self.reading[ident] = arrival, address + nbytes
+            return True
+        self.clear(ident, HAS_READ)
+        return arrival
+
+    @property
+    def sends_long(self) -> bool:
+        """Whether long messages to the peer are in flight."""
+        return bool(self._offered or self._streams)
 
     def incoming_parts(self) -> list[MessagePart]:
         """The parts of messages that C may read as their frames arrive."""
@@ -380,9 +435,18 @@ class Link:
         """Remove and return the operations in flight, which can never complete."""
         lost = [message.submission for message in (*self._waiting, *self._offered.values())]
         lost += [arrival.receive for arrival in self.incoming.values()]
+        lost += [arrival.receive for arrival, _ in self.reading.values()]
         for line in self.lines.values():
             lost += [receive for receive, _ in list(line)[1:]]
         lost += [message.submission for message in self._streams]
-        for queue in (self._waiting, self._offered, self.incoming, self.lines, self._streams, self._clears):
+        for queue in (
+            self._waiting,
+            self._offered,
+            self.incoming,
+            self.reading,
+            self.lines,
+            self._streams,
+            self._clears,
+        ):
             queue.clear()
         return lost

@@ -110,6 +110,7 @@ class Engine:
             lambda receive, nbytes: grown.append((receive, nbytes)),
             self._board.state,
             self._executor.segment,
+            self.inline_bytes,
         )
         self._lock = CombiningLock()  # held by the driving thread
         self._inbox: deque[Submission] = deque()

@@ -15,6 +15,7 @@ Messages of a rank to itself never enter a ring.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,7 @@ from asynccomm.backends.shm.endpoint import (
 )
 from asynccomm.backends.shm.executor import NO_WAIT, Pace
 from asynccomm.backends.shm.fence import Fence
+from asynccomm.backends.shm.layout import WORD
 from asynccomm.backends.shm.message_fields import check_first, describe, outgoing, tag_of
 from asynccomm.backends.shm.rings import LinkState, Mapped
 from asynccomm.backends.shm.vectors import address_of, spans
@@ -68,6 +70,7 @@ class Messages:
             ``nbytes``; must not call back.
         state: counts the pending operations and the unexpected messages.
         segment: the segment as C knows it, where C is in use.
+        inline_bytes: larger messages may be read by single copy, on the progress thread.
     """
 
     def __init__(
@@ -81,8 +84,11 @@ class Messages:
         grown: Callable[[Submission, int], None],
         state: RankPosition | None = None,
         segment: _core.Segment | None = None,
+        inline_bytes: int = 1 << 62,
     ) -> None:
         self._rank = rank
+        self._inline_bytes = inline_bytes
+        self._exchanges = False  # whether the last large message was sent while others were pending
         self._words, self._raw = mapped.words, mapped.raw
         self._address = mapped.address
         self._fence = fence
@@ -95,7 +101,7 @@ class Messages:
         self._withdrawn: deque[Submission] = deque()
         link_state: Callable[[int], Any] = segment.link if segment is not None else lambda _: LinkState()
         self._links = {
-            peer: Link(mapped, rank, peer, fence, ring, tally, link_state(peer), segment is not None)
+            peer: Link(mapped, rank, peer, fence, ring, tally, link_state(peer), segment)
             for peer in range(mapped.layout.size)
             if peer != rank
         }
@@ -129,6 +135,8 @@ class Messages:
             return
         assert op.peer is not None
         message = outgoing(submission)
+        if message.nbytes > self._inline_bytes:
+            self._exchanges = self._tally.pending > 1
         if op.peer == self._rank:
             self._send_to_self(message)
             return
@@ -166,7 +174,10 @@ class Messages:
         self.transferring = False
         if self._state.adopting:  # frames may be those of the message
             return False
-        moved = self._segment is not None and self._transfer(self._segment, pace)
+        moved = False
+        if self._segment is not None:
+            moved = self._read_on()
+            moved = self._transfer(self._segment, NO_WAIT if moved else pace) or moved
         while self._withdrawn:
             receive = self._withdrawn.popleft()
             assert isinstance(receive.op, PeerOp)
@@ -275,7 +286,8 @@ class Messages:
                 if kind == DATA:
                     self._data_came(link, ident, nbytes)
                 elif kind == OFFER:
-                    self._offer_came(link, tag, Offer(extra, length, ident))
+                    address = int.from_bytes(self._raw[reader.payload : reader.payload + WORD], sys.byteorder)
+                    self._offer_came(link, tag, Offer(extra, length, ident, address if nbytes == WORD else 0))
                 elif kind == CLEAR:
                     link.clear_came(ident, extra == HAS_READ)
                 else:
@@ -361,8 +373,30 @@ class Messages:
             self._deliver(receive, link.peer, message.extra, message.length, message.data, len(message.data))
         elif self._fits(receive, link.peer, message.extra, message.length):
             arrival = TensorArrival(receive)
+            if message.address and arrival.left and self._is_read(receive):
+                link.read_at(message.ident, arrival, message.address)
+                return
             link.clear(message.ident)
             self._expect(link, message.ident, arrival)
+
+    def _is_read(self, receive: Submission) -> bool:
+        """Whether this rank reads a message where it is: a large one, while it sends long ones itself."""
+        if receive.nbytes <= self._inline_bytes or self._segment is None or not self._segment.reads_all():
+            return False
+        return self._exchanges or any(link.sends_long for link in self._links.values())
+
+    def _read_on(self) -> bool:
+        """Read more of the messages that are read where they are; returns whether anything was read."""
+        moved = False
+        for link in self._links.values():
+            if link.reading:
+                read = link.read_on()
+                moved = moved or read is not False
+                if not isinstance(read, bool):
+                    self._arrived(read, link.peer)
+                if link.backlog:
+                    self._writing.add(link)
+        return moved
 
     def _expect(self, link: Link, ident: int, arrival: Arrival) -> None:
         """Register a cleared message, whose remaining bytes arrive as DATA."""

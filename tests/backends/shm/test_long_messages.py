@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import random
 import struct
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asynccomm import BrokenError, CollectiveMismatchError, Comm, PeerLostError, new_comm
+from asynccomm.backends.shm import endpoint
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, Link
 from asynccomm.comm.direct_calls import SubmitterCalls
@@ -324,3 +326,135 @@ async def test_a_peer_that_writes_nonsense_is_named(part: int) -> None:
                 writer._words[writer._head_at] = (at + step) % 2**64
                 comm._session.backend._engine._bells.ring(0)  # type: ignore[union-attr]
                 await comm.recv(got, 0)
+
+
+# -- messages that are too long for the calls --------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def threads_move_all(**hints: str) -> Any:
+    """A comm whose progress thread moves each long message."""
+    async with new_comm("shm", name="threads", timeout=60, hints={"inline_bytes": "65536", **hints}) as comm:
+        await comm.barrier()  # so that all ranks know whose memory can be read
+        await comm.barrier()
+        yield comm
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    found: list[object] = []
+    forward = Link.read_on
+
+    def counted_read(link: Link) -> object:
+        found.append(forward(link))
+        return found[-1]
+
+    monkeypatch.setattr(Link, "read_on", counted_read)
+    return found
+
+
+@pytest.mark.ranks(3)
+async def test_ranks_that_exchange_large_messages_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "READ", 1 << 20)
+    found = count_reads(monkeypatch)
+    async with threads_move_all() as comm:
+        following, previous = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+        for round in range(6):
+            nbytes = 3_000_001 + round
+            outputs = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
+            receives = [comm.recv(output, previous, tag) for tag, output in enumerate(outputs)]
+            sent = [values(10 * comm.rank + tag + round, nbytes) for tag in range(2)]
+            if round == 5:
+                sent[0] = sent[0].repeat_interleave(2)[::2]  # not as it is
+            sends = [comm.send(tensor, following, tag) for tag, tensor in enumerate(sent)]
+            for work in (*sends, *receives):
+                await work
+            for tag, output in enumerate(outputs):
+                assert torch.equal(output, values(10 * previous + tag + round, nbytes))
+            assert receives[0].source == previous
+        assert len([each for each in found if each is True]) >= 2
+        assert comm.statistics().in_flight == 0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("why", ["one direction", "hint"])
+async def test_other_large_messages_are_not_read(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    found = count_reads(monkeypatch)
+    async with threads_move_all(single_copy="0" if why == "hint" else "1") as comm:
+        for round in range(4):
+            output = torch.empty(LONG, dtype=torch.uint8)
+            if why == "one direction" and comm.rank:
+                await comm.recv(output, 0)
+            elif why == "one direction":
+                await comm.send(values(round), 1)
+            else:
+                receive = comm.recv(output, 1 - comm.rank)
+                await comm.send(values(round), 1 - comm.rank)
+                await receive
+            assert (why == "one direction" and not comm.rank) or torch.equal(output, values(round))
+    assert not found
+
+
+@pytest.mark.ranks(2)
+async def test_memory_that_cannot_be_read_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "READ", 1 << 17)
+    async with threads_move_all() as comm:
+        link = link_of(comm, 1 - comm.rank)
+        segment, answers = link._segment, []
+
+        class Unreadable:
+            def read(self, *arguments: Any) -> bool | None:
+                answers.append(len(answers) % 2 == 0 or None)
+                return answers[-1] and segment.read(*arguments)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(segment, name)
+
+        monkeypatch.setattr(link, "_segment", Unreadable())
+        for round in range(4):
+            output = torch.empty(LONG, dtype=torch.uint8)
+            receive = comm.recv(output, 1 - comm.rank)
+            await comm.send(values(round), 1 - comm.rank)
+            assert torch.equal(await receive, values(round))
+        await comm.barrier()
+    assert answers[:2] in ([True, None], [])
+
+
+@pytest.mark.ranks(2)
+async def test_a_reader_fails_with_the_comm_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Link, "read_on", lambda _: False)
+    async with new_comm("shm", name="control") as control:
+        comm = await new_comm("shm", name="fails", timeout=60, hints={"inline_bytes": "65536"})
+        await comm.barrier()
+        receive = comm.recv(torch.empty(LONG, dtype=torch.uint8), 1 - comm.rank)
+        send = comm.send(values(1), 1 - comm.rank)
+        await control.barrier()
+        if comm.rank == 0:
+            comm.abort("enough")
+        for work in (receive, send):
+            with pytest.raises(BrokenError):
+                await work
+        await comm.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_a_message_that_is_offered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Link, "read_on", lambda _: False)
+    comm = await new_comm("shm", name="twice", timeout=60, hints={"inline_bytes": "65536"})
+    await comm.barrier()
+    await comm.barrier()
+    if comm.rank == 0:
+        receives = [comm.recv(torch.empty(LONG, dtype=torch.uint8), 1) for _ in range(2)]
+        send = comm.send(values(1), 1)
+        with pytest.raises(BrokenError, match=r"rank 1 has offered message 0 twice|aborted by rank"):
+            await asyncio.gather(*receives, send)
+    else:
+        link: Any = link_of(comm, 0)
+        tensor = values(2)
+        for _ in range(2):
+            target = link._writer.reserve(8)
+            ctypes.c_uint64.from_address(target).value = tensor.data_ptr()
+            link._writer.publish(OFFER, 0, CODES[torch.uint8], 0, LONG)
+        link._ring(0)
+        with pytest.raises(BrokenError):
+            await comm.barrier()
+    await comm.aclose()
