@@ -84,8 +84,7 @@ class DeferredCalls:
     def _taken_over(self, held: HeldCall) -> Submission:
         submitter = self.submitter
         submission = submission_of(submitter.group, held, submitter.call_context())
-        submitter.in_flight.works[held.work] = held.nbytes
-        submitter.check_late(held.work)
+        submitter.take_over(held.work, held.nbytes)
         return submission
 
     def _report_held(self, items: Sequence[Submission | HeldCall]) -> None:

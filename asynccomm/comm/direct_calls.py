@@ -92,7 +92,9 @@ class SubmitterCalls:
     def adopt_held(self, left: Sequence[tuple[object, Op, Sequence[HeldCall]]]) -> None:
         """See ``DirectCalls.adopt_held``. Under the lock."""
         backend, submitter = self._backend, self._submitter
-        submitter.in_flight.works.update({held.work: held.nbytes for _, _, calls in left for held in calls})
+        for _, _, calls in left:
+            for held in calls:
+                submitter.take_over(held.work, held.nbytes)
         fused_ops = [prepared_op(run, op, members, backend, self.mailbox) for run, op, members in left]
         for fused in fused_ops:
             fused.prepare(backend)

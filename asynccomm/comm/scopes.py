@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Generator, Sequence
 from datetime import timedelta
@@ -20,7 +19,7 @@ from asynccomm.comm.submission import describe_exception
 from asynccomm.core.handles import Handle
 from asynccomm.core.state import values_of
 from asynccomm.core.work import Work
-from asynccomm.errors import AbortedError, AsyncCommError
+from asynccomm.errors import AbortedError
 
 
 def check_limit(name: str, value: int | None) -> None:
@@ -89,10 +88,11 @@ class CoalesceScope(Handle):
         values = values_of(works)
         if values is not None:
             return values
-        for work in reversed(works):  # the last one is done last, so that most often there is one wait
-            if not work.done():
-                with contextlib.suppress(AsyncCommError):  # the first error of all is raised below
-                    await work
+        for work in works:
+            if work.done():
+                work.result()  # an error is raised at once
+            else:
+                await work
         return [work.result() for work in works]
 
     def wait(self, timeout: float | timedelta | None = None) -> list[Any]:

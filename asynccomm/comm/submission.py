@@ -382,6 +382,13 @@ class Submitter:
         if isinstance(error, BrokenError):
             work.settle(error)
 
+    def take_over(self, work: Work[Any], nbytes: int) -> None:
+        """Enter an operation that the fast path has held; a failure of the comm may have settled it meanwhile."""
+        self.in_flight.works[work] = nbytes
+        self.check_late(work)
+        if work.done():
+            self.in_flight.works.pop(work, None)
+
     def overdue(self, work: Work[Any]) -> None:
         """Break when a thread has waited for ``work`` past its deadline, so the loop must be blocked."""
         error = timeout_error(self.group, work, RollCall())

@@ -79,10 +79,13 @@ static PyObject *dtypes_of(const FastPath *f, const Arguments *arguments, int co
     return dtypes;
 }
 
-char *core_address_of(const FastPath *f, PyObject *tensor)
+int core_is_at(const FastPath *f, PyObject *tensor, const Held *held)
 {
+    const Questions *ask = &f->questions;
+    void *handle = (char *)tensor + ask->place;
+    int64_t bytes;
     char *data;
-    return f->questions.data((char *)tensor + f->questions.place, &data) ? NULL : data;
+    return !ask->storage_bytes(handle, &bytes) && bytes >= held->reach && !ask->data(handle, &data) && data == held->data;
 }
 
 /* The bytes of one element of a tensor on the CPU that has its values in its storage; 0 for others. */
@@ -113,6 +116,7 @@ int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tens
     if (!nbytes || ask->storage_offset(handle, offset) || ask->storage_bytes(handle, &bytes) || *offset * item + nbytes > bytes
         || ask->data(handle, &data) || !data)
         return 0;
+    tensors->reach[number] = *offset * item + nbytes;
     int same = 0; /* the number of a tensor before in the same memory, from 1 on */
     for (int k = 0; k < number; k++) {
         if (data == tensors->data[k] && nbytes == tensors->nbytes[k]) same = k + 1;

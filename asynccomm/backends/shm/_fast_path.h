@@ -53,7 +53,7 @@ typedef struct {
 typedef struct {
     char *data[MOST_TENSORS];
     int64_t nbytes[MOST_TENSORS];
-    int64_t offset[MOST_TENSORS]; /* in the storage, in elements */
+    int64_t offset[MOST_TENSORS], reach[MOST_TENSORS]; /* in the storage, in elements; the end, in bytes */
     int count;
 } Tensors;
 
@@ -113,7 +113,7 @@ typedef struct {
 typedef struct {
     PyObject *storage; /* owned */
     char *data;
-    int64_t nbytes, offset; /* offset: in the storage, in elements */
+    int64_t nbytes, offset, reach; /* offset, reach: as of Tensors */
 } Held;
 
 /* A call that is held: until its scope sends it, or a message until the other rank comes. */
@@ -184,8 +184,8 @@ PyObject *core_tensor_in(PyObject *argument, Py_ssize_t k);
 /* Append a tensor to the key, and take its address. 1: done; 0: it is unusual. Runs no Python code. */
 int core_add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors);
 
-/* The address of the first element of a tensor, or NULL. Runs no Python code. */
-char *core_address_of(const FastPath *f, PyObject *tensor);
+/* Whether a tensor has the memory that it had at a call. Runs no Python code. */
+int core_is_at(const FastPath *f, PyObject *tensor, const Held *held);
 
 /* Pass a little time; 0 if there was enough of it, or if the last wait, of `waited` seconds, was too long for another spin. */
 int core_goes_on(const FastPath *f, double waited, Spin *spin);

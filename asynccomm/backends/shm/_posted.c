@@ -61,9 +61,13 @@ PyObject *core_post_message(FastPath *f, Entry *entry, const Tensors *tensors, c
     }
     if (entry->sends) held->begun = *begun;
     if (may_wait(f, entry) && !enter(f, entry, held)) { /* Python code has run meanwhile */
-        PyObject *none = f->state->arming ? NULL : PyObject_CallNoArgs(f->arm);
-        Py_XDECREF(none);
-        if (f->state->arming) work = (PyObject *)held->work, Py_INCREF(work);
+        int armed = f->state->arming;
+        if (!armed) {
+            PyObject *none = PyObject_CallNoArgs(f->arm);
+            armed = none != NULL;
+            Py_XDECREF(none);
+        }
+        if (armed) work = (PyObject *)held->work, Py_INCREF(work);
         else core_break_comm(f); /* the event loop would never look for it */
     }
     Py_DECREF((PyObject *)held);

@@ -65,7 +65,7 @@ HeldCall *core_new_held(const FastPath *f, Entry *entry, const Tensors *tensors,
                 Py_DECREF((PyObject *)held);
                 return NULL;
             }
-            held->tensors[number] = (Held){storage, tensors->data[number], tensors->nbytes[number], tensors->offset[number]};
+            held->tensors[number] = (Held){storage, tensors->data[number], tensors->nbytes[number], tensors->offset[number], tensors->reach[number]};
             held->count = number + 1;
         }
     }
@@ -113,7 +113,15 @@ int core_settle(FastPath *f, WorkState *work, double now)
 static int enter(FastPath *f, HeldCall *held, HeldCalls *queue)
 {
     WorkState *work = held->work;
-    if (PyList_Append(queue->works, (PyObject *)work) || PyList_Append(queue->items, (PyObject *)held)) return -1;
+    if (PyList_Append(queue->items, (PyObject *)held)) return -1;
+    if (PyList_Append(queue->works, (PyObject *)work)) {
+        Py_ssize_t count = PyList_Size(queue->items);
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        PyList_SetSlice(queue->items, count - 1, count, NULL);
+        PyErr_Restore(type, value, traceback);
+        return -1;
+    }
     f->counts->submitted++;
     if (queue->due <= work->started + work->timeout) return 0; /* another call has the first deadline */
     PyObject *none = PyObject_CallFunctionObjArgs(f->scopes.note, (PyObject *)queue, (PyObject *)work, NULL);
@@ -312,7 +320,7 @@ int core_has_memory(const FastPath *f, const HeldCall *call)
         PyObject *argument = call->arguments.items[k];
         Py_ssize_t n = core_tensors_in(f, argument);
         for (Py_ssize_t j = 0; j < n; j++)
-            if (core_address_of(f, core_tensor_in(argument, j)) != call->tensors[number++].data) return 0;
+            if (!core_is_at(f, core_tensor_in(argument, j), &call->tensors[number++])) return 0;
     }
     return 1;
 }

@@ -208,8 +208,8 @@ class Engine:
 
     def _arm_soon(self) -> None:
         if not self._position.arming:
-            self._position.arming = True
             self._loop.call_soon(self._arm)
+            self._position.arming = True
 
     def _arm(self) -> None:
         # of tasks that await posted receives, as those of gather() do, the first steps run before the second call

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from asynccomm import Comm, ReduceOp, Work, new_comm
+from asynccomm import Comm, PayloadError, ReduceOp, Work, coalesce, new_comm
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.comm.deferring import DeferredCalls
 from asynccomm.core.native import CoreUnavailable, load_core
-from asynccomm.errors import AbortedError, BackendError, ClosedError, CollectiveTimeoutError, NotSentError
+from asynccomm.errors import AbortedError, BackendError, BrokenError, ClosedError, CollectiveTimeoutError, NotSentError
+from tests.waiting import until
 
 from .paths import counted
 
@@ -599,7 +600,7 @@ async def test_large_calls_that_are_known_are_begun_in_c() -> None:
         assert comm.statistics().in_flight == 0
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(1)
 async def test_held_calls_are_in_flight_and_fail_with_the_comm() -> None:
     comm = await new_comm("shm", name="fails")
     with pytest.raises(AbortedError):
@@ -625,3 +626,54 @@ async def test_memory_that_was_apart_may_be_shared_later() -> None:
                 comm.all_reduce(whole[slice(*second)])
             await batch
             assert paths.took() == ("ordinary" if second[0] < first[1] else "fast")
+
+
+@pytest.mark.ranks(1)
+async def test_held_calls_that_have_failed_before_python_takes_them_over_are_over() -> None:
+    first, second = await new_comm("shm", name="first"), await new_comm("shm", name="second")
+    numbers = torch.ones(4)
+    for _ in range(2):
+        async with first.coalesce() as batch:
+            first.all_reduce(numbers)
+        await batch
+    with pytest.raises(BrokenError):
+        async with first.coalesce() as batch:
+            work = first.all_reduce(numbers)
+            async with coalesce(first, second):
+                first.abort("enough")
+                await until(work.done)
+            raise work.exception() or AssertionError("it has failed")
+    assert first.statistics().in_flight == 0
+    async with asyncio.timeout(30):
+        await first.aclose()
+        await second.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_the_first_error_of_a_scope_does_not_wait_for_the_other_operations() -> None:
+    async with new_comm("shm") as comm:
+        if comm.rank == 0:
+            numbers = torch.zeros(4)
+            async with comm.coalesce() as batch:
+                comm.recv_object(1, max_bytes=10)
+                receive = comm.recv(numbers, 1)
+            with pytest.raises(PayloadError):
+                await batch
+            assert not receive.done()
+            await comm.send(numbers, 1)
+            await receive
+        else:
+            await comm.send_object("x" * 1000, 0)
+            await comm.recv(torch.empty(4), 0)
+            await comm.send(torch.ones(4), 0)
+
+
+@pytest.mark.ranks(1)
+async def test_memory_at_the_same_place_may_have_become_shorter() -> None:
+    async with new_comm("shm") as comm:
+        for _ in range(2):
+            numbers = torch.ones(1 << 14)
+            with pytest.raises(ValueError, match="the memory of a tensor"):
+                async with comm.coalesce():
+                    comm.all_reduce(numbers)
+                    numbers.untyped_storage().resize_(4 << 13)

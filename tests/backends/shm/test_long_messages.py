@@ -421,10 +421,13 @@ async def test_memory_that_cannot_be_read_is_sent(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.ranks(2)
 async def test_a_reader_fails_with_the_comm_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Link, "read_on", lambda _: False)
     async with new_comm("shm", name="control") as control:
         comm = await new_comm("shm", name="fails", timeout=60, hints={"inline_bytes": "65536"})
-        await comm.barrier()
+        for _ in range(2):  # so that the ranks know that they exchange messages, and whose memory can be read
+            receive = comm.recv(torch.empty(LONG, dtype=torch.uint8), 1 - comm.rank)
+            await comm.send(values(0), 1 - comm.rank)
+            await receive
+        monkeypatch.setattr(Link, "read_on", lambda _: False)
         receive = comm.recv(torch.empty(LONG, dtype=torch.uint8), 1 - comm.rank)
         send = comm.send(values(1), 1 - comm.rank)
         await control.barrier()
@@ -439,22 +442,26 @@ async def test_a_reader_fails_with_the_comm_of_the_sender(monkeypatch: pytest.Mo
 @pytest.mark.ranks(2)
 async def test_a_message_that_is_offered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Link, "read_on", lambda _: False)
-    comm = await new_comm("shm", name="twice", timeout=60, hints={"inline_bytes": "65536"})
-    await comm.barrier()
-    await comm.barrier()
-    if comm.rank == 0:
-        receives = [comm.recv(torch.empty(LONG, dtype=torch.uint8), 1) for _ in range(2)]
-        send = comm.send(values(1), 1)
-        with pytest.raises(BrokenError, match=r"rank 1 has offered message 0 twice|aborted by rank"):
-            await asyncio.gather(*receives, send)
-    else:
-        link: Any = link_of(comm, 0)
-        tensor = values(2)
-        for _ in range(2):
-            target = link._writer.reserve(8)
-            ctypes.c_uint64.from_address(target).value = tensor.data_ptr()
-            link._writer.publish(OFFER, 0, CODES[torch.uint8], 0, LONG)
-        link._ring(0)
-        with pytest.raises(BrokenError):
-            await comm.barrier()
-    await comm.aclose()
+    async with new_comm("shm", name="control") as control:
+        comm = await new_comm("shm", name="twice", timeout=60, hints={"inline_bytes": "65536"})
+        await comm.barrier()
+        await comm.barrier()
+        if comm.rank == 0:
+            receives = [comm.recv(torch.empty(LONG, dtype=torch.uint8), 1) for _ in range(2)]
+            send = comm.send(values(1), 1)
+            await control.barrier()
+            for work in (*receives, send):
+                with pytest.raises(BrokenError, match="rank 1 has offered message 0 twice"):
+                    await work
+        else:
+            await control.barrier()
+            link: Any = link_of(comm, 0)
+            tensor = values(2)
+            for _ in range(2):
+                target = link._writer.reserve(8)
+                ctypes.c_uint64.from_address(target).value = tensor.data_ptr()
+                link._writer.publish(OFFER, 0, CODES[torch.uint8], 0, LONG)
+            link._ring(0)
+            with pytest.raises(BrokenError):
+                await comm.recv(torch.empty(1), 0, 5)
+        await comm.aclose()

@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 import time
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -423,3 +424,33 @@ async def test_a_receive_is_awaited_on_the_loop_of_its_comm_only() -> None:
         await asyncio.to_thread(asyncio.run, other_loop())
         await comm.send(torch.ones(3), 0)
         await receive
+
+
+@pytest.mark.ranks(2)
+async def test_an_interruption_while_a_receive_is_posted_breaks_the_comm(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = await new_comm("shm", name="interrupted", timeout=60)
+    await comm.barrier()
+    if comm.rank == 0:
+        engine = comm.unsafe_get_backend()._engine  # type: ignore[attr-defined]
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        await comm.send(torch.ones(3), 1)
+        await comm.recv(torch.empty(3), 1)
+        await until(lambda: not engine._position.arming)
+        asyncio.get_running_loop().set_exception_handler(
+            lambda *_: None
+        )  # the Work, which the caller has not got, fails
+        monkeypatch.setattr(engine, "_loop", types.SimpleNamespace(call_soon=interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            comm.recv(torch.empty(3), 1)
+        monkeypatch.undo()
+        with pytest.raises(BrokenError):
+            await comm.barrier()
+    else:
+        await comm.recv(torch.empty(3), 0)
+        await comm.send(torch.ones(3), 0)
+        with pytest.raises(BrokenError):
+            await comm.recv(torch.empty(3), 0)
+    await comm.aclose()
