@@ -439,9 +439,7 @@ async def test_an_interruption_while_a_receive_is_posted_breaks_the_comm(monkeyp
         await comm.send(torch.ones(3), 1)
         await comm.recv(torch.empty(3), 1)
         await until(lambda: not engine._position.arming)
-        asyncio.get_running_loop().set_exception_handler(
-            lambda *_: None
-        )  # of the Work
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # of the Work
         monkeypatch.setattr(engine, "_loop", types.SimpleNamespace(call_soon=interrupted))
         with pytest.raises(KeyboardInterrupt):
             comm.recv(torch.empty(3), 1)
