@@ -93,9 +93,8 @@ class Outgoing:
     @property
     def address(self) -> int:
         """The address of a tensor that is sent as it is, or else 0."""
-        part = self.parts[0]
-        as_it_is = len(self.parts) == 1 and isinstance(part, Tensor) and arithmetic.is_plain(part)
-        return part.data_ptr() if as_it_is and isinstance(part, Tensor) else 0
+        part, *others = self.parts
+        return part.data_ptr() if isinstance(part, Tensor) and not others and arithmetic.is_plain(part) else 0
 
     def __init__(
         self,

@@ -373,7 +373,7 @@ class Messages:
             self._deliver(receive, link.peer, message.extra, message.length, message.data, len(message.data))
         elif self._fits(receive, link.peer, message.extra, message.length):
             arrival = TensorArrival(receive)
-            if message.address and arrival.left and self._is_read(receive):
+            if message.address and self._is_read(receive):
                 link.read_at(message.ident, arrival, message.address)
                 return
             link.clear(message.ident)

@@ -170,8 +170,7 @@ class _Run:
                 if number < 0:
                     self._copy(target, sources[0], step, i, n)
                 else:
-                    cuts = self._cuts(sources, i, n)
-                    for start, end in pairwise(cuts):
+                    for start, end in pairwise(self._cuts(sources, i, n)):
                         refs = [_from(ref, start) for ref in sources] if start else sources
                         to = _from(target, start) if start else target
                         self._reduce(self._reductions[number], to, refs, step, i, end - start)
