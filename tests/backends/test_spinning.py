@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,33 @@ async def test_a_rank_spins_unless_its_last_wait_was_long(
         await receive(1)
         assert spins
         await receive(2)
+
+
+@pytest.mark.ranks(2)
+async def test_a_collective_waits_from_the_end_of_the_one_before(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls made at once, as by a scope, do not all count the wait for the first as theirs."""
+    since: list[float] = []
+
+    def recording(started: float, nbytes: int = 0) -> float:
+        since.append(started)
+        return waited(started, nbytes)
+
+    monkeypatch.setattr("asynccomm.backends.shm.engine.waited", recording)
+    async with new_comm("shm", name="own", timeout=30) as own:
+        if own.rank == 1:
+            await comm.barrier()
+        since.clear()
+        works = [own.all_reduce(torch.ones(4)) for _ in range(2)]
+        if own.rank == 0:
+            assert not works[0].done()
+            while time.monotonic() < works[1].started + 2 * SHORT_WAIT_SECONDS:
+                await asyncio.sleep(0)
+            await comm.barrier()
+        for work in works:
+            assert (await work).tolist() == [2.0] * 4
+        if own.rank == 0:
+            assert since[0] == works[0].started
+            assert since[1] > works[1].started + 2 * SHORT_WAIT_SECONDS
 
 
 def counting(function: Callable[..., Any], calls: list[bool]) -> Callable[..., Any]:

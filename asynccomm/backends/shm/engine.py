@@ -121,6 +121,7 @@ class Engine:
         # counts of large operations, which the progress thread drives: submitted, and done
         self._large_in = self._large_out = 0
         self._waited: set[Work[Any]] = set()  # operations that must complete without the event loop
+        self._ended_at = 0.0  # time at which the last small collective was done
         self._with_worker = False
         self._dozing = False  # the progress thread may sleep until it is rung
         self._counts: CallCounts | None = None  # of the fast path's calls
@@ -377,11 +378,11 @@ class Engine:
             item = self._finished.popleft()
             finished.append(item)
             if not is_large(item, self.inline_bytes):
-                wait = waited(item.work.started, item.nbytes)
                 if item.op.p2p:
-                    self._position.message_wait = wait
-                else:
-                    self._position.collective_wait = wait
+                    self._position.message_wait = waited(item.work.started, item.nbytes)
+                else:  # which waits for others only once the collective before it is done
+                    self._position.collective_wait = waited(max(item.work.started, self._ended_at), item.nbytes)
+                    self._ended_at = time.monotonic()
             elif self._large:
                 self._large_out += 1
         if self._position.dead:
