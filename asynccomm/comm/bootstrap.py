@@ -103,7 +103,7 @@ async def _join(
             )
         except BaseException as exc:
             await meeting.aclose()
-            lost = type(exc) is StoreError and meeting.owned and not place.hosting
+            lost = type(exc) is StoreError and place.store is None and not place.hosting
             spent = time.monotonic() - start
             if not lost or spent > timeout:
                 raise

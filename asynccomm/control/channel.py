@@ -49,6 +49,7 @@ from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.control.uplink import Uplink
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
+FIRST_CHECK_SECONDS: Final = 0.1  # until the root checks the ranks that are not connected: most are about to connect
 LEAVE_ACK_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
 
 NOT_THE_ROOT: Final = "newcomers talk to the root"
@@ -191,7 +192,7 @@ class ControlChannel:
             return ""
         for sock in socks:
             self._listener.listen(sock)
-        self._send_heartbeats()
+        self._pulse = self._thread.loop.call_later(FIRST_CHECK_SECONDS, self._send_heartbeats)
         return "" if await self._uplink.wait_connected(timeout) else f"rank {self._router.above} cannot be reached"
 
     async def _close(self) -> None:

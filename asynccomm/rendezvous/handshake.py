@@ -263,6 +263,7 @@ class _HelloReader:
         self._version = version
         self._low = 1  # all lower numbers were read
         self._seen: set[int] = set()  # numbers read above _low
+        self._early: tuple[int, bytes] = (0, b"")  # the last number and hello read before the counter had the number
         self._pause = FIRST_READ
         self._complained = False
 
@@ -274,11 +275,12 @@ class _HelloReader:
         there = await asyncio.gather(*(room.check([f"hello/{number}"]) for number in fresh))
         new = [number for number, is_there in zip(fresh, there, strict=True) if is_there]
         if not new:
-            await self._wait(f"hello/{count + 1}", deadline, missing=bool(fresh))
-            return []
+            text = await self._wait(count + 1, deadline, missing=bool(fresh))
+            return [] if text is None or (hello := self._read(text)) is None else [hello]
         self._pause = FIRST_READ
         said = await asyncio.gather(*(self._said(number, deadline) for number in new))
         self._seen.update(number for number, text in zip(new, said, strict=True) if text is not None)
+        said = [None if (number, text) == self._early else text for number, text in zip(new, said, strict=True)]
         while self._low in self._seen:
             self._seen.remove(self._low)
             self._low += 1
@@ -291,17 +293,27 @@ class _HelloReader:
         last = range(max(fresh[-1] + 1 if fresh else self._low, count + 1 - WINDOW), count + 1)
         return fresh + [number for number in last if number not in self._seen]
 
-    async def _wait(self, key: str, deadline: float, *, missing: bool) -> None:
-        """Wait for the next hello; ``missing``: a rank with a lower number is about to post its hello, or has gone."""
+    async def _wait(self, number: int, deadline: float, *, missing: bool) -> bytes | None:
+        """Wait for the next hello, of ``number``. None: for now there is none that has not been read.
+
+        A hello beyond the counter is from a rank that got its number after the count was read, or from a foreign
+        process without a number: in its place another may follow.
+
+        Args:
+            missing: whether a rank with a lower number is about to post its hello, or has gone.
+        """
         limit = LAST_LOOK
         if missing:
             limit, self._pause = self._pause, min(2 * self._pause, LAST_LOOK)
-        with contextlib.suppress(StoreTimeoutError):
-            if await self._room.check([key]):
-                # from a rank that got its number after the count was read, or from a foreign process without a number
-                await asyncio.sleep(max(0.0, min(PATIENCE, deadline - time.monotonic())))
-            else:
-                await self._room.wait([key], max(0.0, min(limit, deadline - time.monotonic())))
+        try:
+            text = await self._room.get(f"hello/{number}", max(0.0, min(limit, deadline - time.monotonic())))
+        except StoreTimeoutError:
+            return None
+        if (number, text) == self._early:
+            await asyncio.sleep(max(0.0, min(PATIENCE, deadline - time.monotonic())))
+            return None
+        self._early = number, text
+        return text
 
     async def _said(self, number: int, deadline: float) -> bytes | None:
         """The hello with this number; None if it was deleted or the deadline has passed."""

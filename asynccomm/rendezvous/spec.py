@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import operator
 import os
+import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, SupportsIndex, final
 from urllib.parse import SplitResult, parse_qs, urlsplit
@@ -27,11 +28,12 @@ from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous.launchers import SLURM, job_name, launcher_of, on_one_host, slurm_address, started_by
 from asynccomm.rendezvous.local_meeting import PortAnnouncer, find_port, meeting_name
 from asynccomm.store.base import Store
-from asynccomm.store.client import StoreClient
 from asynccomm.store.server import StoreServer, listen, serve
+from asynccomm.store.shared import SharedClient
 from asynccomm.store.torch_store import TorchStore
 
 LOOPBACK: Final = "127.0.0.1"
+NAMESPACE_KEY: Final = "asynccomm/namespace"
 
 # One server per port and process, shared by all comms that meet there. Global, because the kernel's ports are.
 _hosted: WeakValueDictionary[tuple[str, int], StoreServer] = WeakValueDictionary()
@@ -74,13 +76,14 @@ class StoreSession:
     """A connected store. Closing the session closes only the resources that this process opened."""
 
     store: Store
-    owned: bool
+    close: Callable[[], Awaitable[None]] | None = None  #: closes what was opened; None: nothing was
     hosted: StoreServer | None = None
+    given: Store | None = None  #: the caller's, whose server may end with it
 
     async def aclose(self) -> None:
         try:
-            if self.owned:
-                await self.store.aclose()
+            if self.close is not None:
+                await self.close()
         finally:
             if self.hosted is not None:
                 hosted, self.hosted = self.hosted, None
@@ -143,21 +146,40 @@ async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
     Raises: RendezvousError when the port is in use or no server answers within ``timeout`` seconds.
     """
     if place.store is not None:
-        return StoreSession(place.store, owned=False)
+        return await _connect_given(place.store, timeout)
     if place.path is not None:
-        file = await anyio.to_thread.run_sync(_file_store, place.path, place.size, abandon_on_cancel=True)
-        return StoreSession(TorchStore(file, timeout), owned=True)
-    hosted = await anyio.to_thread.run_sync(_host, place, abandon_on_cancel=True) if place.hosting else None
+        file = TorchStore(
+            await anyio.to_thread.run_sync(_file_store, place.path, place.size, abandon_on_cancel=True), timeout
+        )
+        return StoreSession(file, file.aclose)
+    hosted = None
+    if place.hosting:
+        hosted = _already_hosted(place) or await anyio.to_thread.run_sync(_host, place, abandon_on_cancel=True)
     try:
         host, port = place.host, place.port
         if place.meeting:
             host, port = LOOPBACK, await find_port(place.meeting, timeout) if hosted is None else hosted.port
-        client = await StoreClient.connect(host, port, timeout=timeout)
+        shared = await SharedClient.connect(host, port, timeout, hosted)
     except BaseException:
         if hosted is not None:
             hosted.release()
         raise
-    return StoreSession(client, owned=True, hosted=hosted)
+    return StoreSession(shared.client, shared.release, hosted)
+
+
+async def _connect_given(store: Store, timeout: float) -> StoreSession:
+    """Open a given store: its server by a client of our own, which needs no threads, if it is a TCPStore of torch's."""
+    server = store.server() if isinstance(store, TorchStore) else None
+    if server is None:
+        return StoreSession(store)
+    shared = await SharedClient.connect(server.host, server.port, timeout)
+    try:
+        # the prefixes of torch's store are its secret: the ranks agree on another one there
+        room = await store.compare_set(NAMESPACE_KEY, "", secrets.token_hex(8)) if server.prefixed else b""
+    except BaseException:
+        await shared.release()
+        raise
+    return StoreSession(shared.client.prefix(room.decode()) if room else shared.client, shared.release, given=store)
 
 
 def _file_store(path: str, size: int) -> dist.FileStore:
@@ -172,10 +194,9 @@ def _file_store(path: str, size: int) -> dist.FileStore:
 
 def _host(place: RendezvousSpec) -> StoreServer:
     """This process's server at the spec's address; blocks for some milliseconds."""
-    address = (place.meeting or place.host, place.port)
     with _hosting:  # two comms may arrive at once, also from two loops
-        hosted = _hosted.get(address)
-        if hosted is not None and hosted.acquire():
+        hosted = _already_hosted(place)
+        if hosted is not None:
             return hosted
         if place.meeting:
             hosted = _announced(place.meeting)
@@ -183,8 +204,18 @@ def _host(place: RendezvousSpec) -> StoreServer:
             local = place.host == "localhost" or place.host.startswith("127.") or place.host == "::1"
             # other hosts may resolve the name to another interface than this host: listen on all, unless it is loopback
             hosted = serve(place.host, listen(place.host if local else "", place.port))
-        _hosted[address] = hosted
+        _hosted[_hosted_key(place)] = hosted
     return hosted
+
+
+def _already_hosted(place: RendezvousSpec) -> StoreServer | None:
+    """This process's server at the spec's address, for one more user; None: there is none."""
+    hosted = _hosted.get(_hosted_key(place))
+    return hosted if hosted is not None and hosted.acquire() else None
+
+
+def _hosted_key(place: RendezvousSpec) -> tuple[str, int]:
+    return place.meeting or place.host, place.port
 
 
 def _announced(meeting: str) -> StoreServer:

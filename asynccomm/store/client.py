@@ -205,6 +205,11 @@ class StoreClient(Store):
         waits = WaitPool(second, another, present)
         return cls(host, port, command, waits, libuv=libuv, timeout=timeout)
 
+    @property
+    def usable(self) -> bool:
+        """Whether the client is open, and still has its connection."""
+        return not self._closed and self._command.error is None
+
     def local_address(self) -> str | None:
         return self._command.local_address
 
@@ -219,27 +224,23 @@ class StoreClient(Store):
         await line.no_reply()
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
-        line = self._line()
-        if self._libuv:
-            line.codec.get(key)
-            value: bytes | None = await line.reply()
-            if value:  # an empty answer is ambiguous: libuv's server also sends it for a missing key
-                return value
-        value = await self._get_if_present(key)
-        if value is not None:
-            return value
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        while value is None:  # again after the wait: the key may have been deleted
+        while (value := await self._get_if_present(key)) is None:  # also after a wait: the key may have been deleted
             try:
-                await self._waits.wait([key], max(0.0, deadline - time.monotonic()))
+                await self._waits.wait([key], max(0.0, deadline - time.monotonic()), verify=False)
             except StoreTimeoutError:
                 raise StoreTimeoutError(f"keys {[key]} did not all appear within {limit:g} s") from None
-            value = await self._get_if_present(key)
         return value
 
     async def _get_if_present(self, key: str) -> bytes | None:
         line = self._line()
+        if self._libuv:
+            line.codec.get(key)
+            value: bytes = await line.reply()
+            if value:  # an empty answer is ambiguous: libuv's server also sends it for a missing key
+                return value
+            line = self._line()
         line.codec.check([key])  # CHECK first: a legacy server drops a client that GETs a missing key
         if not await line.reply():
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import ipaddress
 import os
 import socket
@@ -105,7 +106,11 @@ def network_id() -> str:
     Containers of one machine differ in it, also where they share a host name.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{_boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
+
+
+@functools.cache
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import anyio
 import anyio.to_thread
@@ -21,6 +21,15 @@ FIRST_POLL = 1e-3  # seconds before the first repeated check of a wait; doubles 
 LAST_POLL = 50e-3
 LOOK_SECONDS = 0.2  # seconds between checks that the event loop is still open
 THREADS = 4  # of the store's own limiter, so that no other user of anyio's threads can take the last one
+
+
+@final
+class ServerAddress(NamedTuple):
+    """The address of a TCPStore's server, as its clients know it."""
+
+    host: str
+    port: int
+    prefixed: bool  #: whether the store puts prefixes before its keys
 
 
 @final
@@ -91,11 +100,18 @@ class TorchStore(Store):
     async def num_keys(self) -> int:
         return await self._call(self._store.num_keys)
 
-    def local_address(self) -> str | None:
+    def server(self) -> ServerAddress | None:
+        """The server of a TCPStore, perhaps behind prefixes; None for other stores, also for subclasses of these."""
         store = self._store
-        while isinstance(store, dist.PrefixStore):
+        while type(store) is dist.PrefixStore:
             store = store.underlying_store
-        return address_towards(store.host, store.port) if isinstance(store, dist.TCPStore) else None
+        if type(store) is not dist.TCPStore:
+            return None
+        return ServerAddress(store.host, store.port, store is not self._store)
+
+    def local_address(self) -> str | None:
+        server = self.server()
+        return None if server is None else address_towards(server.host, server.port)
 
 
 @final

@@ -10,7 +10,8 @@ waiter to the new connection, so that idle ranks cost nothing; only beyond ``MOS
 Connections stay open until ``aclose``. A lost connection fails its waiters and is not used again; once all connections
 are lost, every wait fails.
 
-The pool verifies each answer with a CHECK: libuv's server also wakes waiters when a COMPARE_SET stored nothing.
+The pool verifies an answer with a CHECK: libuv's server also wakes waiters when a COMPARE_SET stored nothing. Callers
+that read the keys at once can do without.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class ConnectionLike(Protocol):
 
 @final
 class _Waiter:
-    def __init__(self, keys: Sequence[str], line: WaitConnection) -> None:
+    def __init__(self, keys: Sequence[str], line: WaitConnection, verify: bool) -> None:
         self.keys = list(keys)
+        self.verify = verify
         self.line = line  # the connection that serves this waiter; may change
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -75,11 +77,11 @@ class WaitConnection:
         self._pause = FIRST_POLL
         self._poll_at = 0.0  # outlives the owners: a new waiter must not postpone the poll of the older ones
 
-    async def wait(self, keys: Sequence[str], timeout: float) -> None:
-        """Return once all ``keys`` exist. Cancelling is safe. Raises: StoreTimeoutError, StoreError."""
+    async def wait(self, keys: Sequence[str], timeout: float, *, verify: bool = True) -> None:
+        """As ``WaitPool.wait``."""
         if self._closed is not None:
             raise self._closed
-        waiter = _Waiter(keys, self)
+        waiter = _Waiter(keys, self, verify)
         self._add(waiter)
         try:
             async with within(timeout):
@@ -164,15 +166,22 @@ class WaitConnection:
             self._line.codec.cancel_wait()
             self._line.flush()
         if await answer is Status.STOP_WAITING:
-            await self._settle_present([owner])
+            if owner.verify:
+                await self._settle_present([owner])
+            else:
+                self._settle(owner)
 
     async def _settle_present(self, waiters: list[_Waiter]) -> None:
         answers = [self._present(waiter.keys) for waiter in waiters]  # all sent before the first await
         for waiter, answer in zip(waiters, answers, strict=True):
-            if await answer and not waiter.future.done():
-                waiter.future.set_result(None)
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+            if await answer:
+                self._settle(waiter)
+
+    def _settle(self, waiter: _Waiter) -> None:
+        if not waiter.future.done():
+            waiter.future.set_result(None)
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
 
 
 @final
@@ -197,15 +206,19 @@ class WaitPool:
         self._opening: asyncio.Task[None] | None = None
         self._closed: ClosedError | None = None
 
-    async def wait(self, keys: Sequence[str], timeout: float) -> None:
-        """Return once all ``keys`` exist. Cancelling is safe. Raises: StoreTimeoutError, StoreError."""
+    async def wait(self, keys: Sequence[str], timeout: float, *, verify: bool = True) -> None:
+        """Return once all ``keys`` exist. Cancelling is safe. Raises: StoreTimeoutError, StoreError.
+
+        Args:
+            verify: False: the wait may also end while a key is missing, which the caller finds out.
+        """
         if self._closed is not None:
             raise self._closed
         line = min(self._usable() or self._lines, key=lambda line: line.waiting)  # a lost connection raises its error
         if line.waiting and len(self._lines) < MOST_LINES and (self._opening is None or self._opening.done()):
             self._opening = asyncio.create_task(self._open_more(), name="asynccomm store lines")
         try:
-            await line.wait(keys, timeout)
+            await line.wait(keys, timeout, verify=verify)
         finally:
             self._spread()
 

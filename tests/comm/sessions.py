@@ -19,6 +19,6 @@ from asynccomm.rendezvous.spec import StoreSession
 def alone(room: MemoryStore, **options: Any) -> Session:
     group = CommInfo("alone", 0, 1, torch.device("cpu"))
     member = RankInfo(0, "host", 1)
-    job = Job((room, 0), group, room, StoreSession(room, owned=True))
+    job = Job((room, 0), group, room, StoreSession(room, room.aclose))
     identity = CommIdentity(job, NameReservation((room, 0), "alone"), room, [member], [0], [0])
     return Session(group, CommOptions(**options), Mailbox(asyncio.get_running_loop()), identity)

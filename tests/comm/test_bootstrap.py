@@ -9,12 +9,14 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from asynccomm import BackendError, MemoryStore, RendezvousError, StoreError
 from asynccomm.backends.loopback import LoopbackBackend
@@ -24,8 +26,10 @@ from asynccomm.comm.session import Session
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 from asynccomm.rendezvous.job import JobOrigin, NameReservation
-from asynccomm.rendezvous.spec import RendezvousSpec
+from asynccomm.rendezvous.spec import RendezvousSpec, resolve_spec
 from asynccomm.store.base import Store
+from asynccomm.store.server import listen, serve
+from asynccomm.store.shared import SharedClient
 from tests.waiting import until
 
 OPTIONS = CommOptions(timeout=10)
@@ -144,10 +148,26 @@ async def test_the_problem_of_an_address_outlives_the_store(monkeypatch: pytest.
     await nothing_is_left()
 
 
+async def test_the_end_of_a_given_store_is_an_error_at_once() -> None:
+    """No other server comes in its place, unlike at an address that a rank hosts."""
+    server = serve("127.0.0.1", listen("127.0.0.1", 0))
+    place = resolve_spec(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1, 2, {})
+    shared = await SharedClient.connect("127.0.0.1", server.port, 60)
+    joining = asyncio.create_task(
+        assembly_module._join(place, CommInfo("c", 1, 2, CPU), "auto", "program", 60, None, time.monotonic())
+    )
+    await until(lambda: shared._users == 2)
+    server.release()
+    async with asyncio.timeout(20):
+        with pytest.raises(StoreError, match="was lost"):
+            await joining
+    await shared.release()
+
+
 async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Meeting:
         def __init__(self) -> None:
-            self.store, self.owned, self.hosted, self.closed = MemoryStore(), True, None, 0
+            self.store, self.hosted, self.closed = MemoryStore(), None, 0
 
         async def aclose(self) -> None:
             self.closed += 1

@@ -154,6 +154,31 @@ async def test_ranks_without_a_channel_are_left_out() -> None:
     doors[1].close()
 
 
+async def test_the_root_does_not_look_for_ranks_that_are_about_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[RankAddress] = []
+
+    async def listens(contact: RankAddress, local: bool) -> bool:
+        looked.append(contact)
+        return True
+
+    monkeypatch.setattr("asynccomm.control.uplink.listens", listens)
+    monkeypatch.setattr(module, "FIRST_CHECK_SECONDS", 3600.0)
+    async with job("aaaa") as found:
+        found.channels[3].broadcast("main", {"a": 1})
+        await until(lambda: found.members[0].heard, "the news")
+    assert not looked
+
+
+async def test_the_root_soon_misses_a_rank_that_never_connects() -> None:
+    doors = doors_of("aa")
+    channel = await ControlChannel.open(0, [each.contact for each in doors], Tokens.random(), doors[0])
+    assert channel is not None
+    doors[1].close()
+    await until(lambda: channel.gone, "the loss")
+    assert channel.gone == {1: "it does not listen any more"}
+    await channel.aclose()
+
+
 async def test_later_and_whatever_comes_first() -> None:
     async with job("a") as found:
         called = threading.Event()

@@ -29,7 +29,7 @@ class Hosted:
 
 
 def make(store: MemoryStore, *, hosting: bool = False, size: int = 2) -> tuple[Job, Closing]:
-    meeting = Closing(store, owned=True, hosted=Hosted() if hosting else None)  # type: ignore[arg-type]
+    meeting = Closing(store, close=store.aclose, hosted=Hosted() if hosting else None)  # type: ignore[arg-type]
     return Job(WORLD, CommInfo("main", 0, size, torch.device("cpu")), store.prefix("room"), meeting), meeting
 
 

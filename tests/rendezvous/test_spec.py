@@ -211,6 +211,60 @@ async def test_a_given_store_stays_open() -> None:
     await host.aclose()
 
 
+def torch_store() -> dist.TCPStore:
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach(), use_libuv=True
+    )
+
+
+async def test_the_server_of_torchs_store_is_used_without_threads() -> None:
+    given = torch_store()
+    meeting = await connect_store(resolve_spec(given, 0, 1, {}), 20)
+    assert isinstance(meeting.store, StoreClient)
+    await meeting.store.set("key", b"value")
+    await meeting.store.check([])
+    assert given.get("key") == b"value", "the keys are the same, for ranks that have a URL"
+    again = await connect_store(resolve_spec(f"tcp://127.0.0.1:{given.port}", 1, 2, {}), 20)
+    assert await again.store.get("key") == b"value"
+    await meeting.aclose()
+    await again.aclose()
+
+
+async def test_ranks_with_one_prefix_meet_and_others_do_not() -> None:
+    given = torch_store()
+    stores = [dist.PrefixStore("a", dist.PrefixStore("b", given)) for _ in range(2)]
+    other = dist.PrefixStore("b", dist.PrefixStore("a", given))
+    meetings = [await connect_store(resolve_spec(store, 0, 1, {}), 20) for store in (*stores, other)]
+    await meetings[0].store.set("key", b"value")
+    assert await meetings[1].store.get("key", 20) == b"value"
+    assert not await meetings[2].store.check(["key"])
+    for meeting in meetings:
+        await meeting.aclose()
+
+
+async def test_a_given_store_lives_as_long_as_the_session() -> None:
+    meeting = await connect_store(resolve_spec(torch_store(), 0, 1, {}), 20)
+    gc.collect()
+    await meeting.store.set("key", b"value")
+    assert await meeting.store.get("key", 20) == b"value"
+    await meeting.aclose()
+
+
+async def test_other_stores_of_torch_are_used_as_they_are() -> None:
+    class Own(dist.TCPStore):
+        """May have methods of its own."""
+
+    given = torch_store()
+    own = Own("127.0.0.1", given.port, is_master=False)
+    for store in (dist.HashStore(), own, dist.PrefixStore("a", own)):
+        place = resolve_spec(store, 0, 1, {})
+        meeting = await connect_store(place, 20)
+        assert meeting.store is place.store
+        await meeting.aclose()
+
+
 async def test_a_store_hosted_anew_is_there_at_once_and_ends_with_its_place() -> None:
     place: RendezvousSpec | None = rehost(resolve_spec(MemoryStore(), 0, 1), "127.0.0.1")
     assert place is not None

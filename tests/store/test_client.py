@@ -456,3 +456,15 @@ async def test_options_of_the_sockets(client: StoreClient) -> None:
     sock = transport.get_extra_info("socket")
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def test_a_get_is_not_fooled_by_a_wake_up_for_nothing(client: StoreClient, use_libuv: bool) -> None:
+    getting = asyncio.create_task(client.get("woken", 20))
+    await client.ping()
+    for _ in range(10):
+        await client.compare_set("woken", b"expected", b"nothing")  # stores nothing; libuv's server wakes the waiter
+        await client.check([])
+    assert not getting.done()
+    await client.set("woken", b"")  # an empty value is one
+    assert await getting == b""
+    assert await client.get("woken", 0) == b""

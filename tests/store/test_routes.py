@@ -64,5 +64,6 @@ def test_the_addresses_of_a_name() -> None:
 def test_the_network_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert network_id() == f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    routes._boot_id.cache_clear()
     monkeypatch.setattr(routes, "Path", lambda _: Path("/no such file"))
     assert network_id() == socket.gethostname()

@@ -105,6 +105,17 @@ async def test_a_wake_up_is_believed_only_after_a_check() -> None:
     await line.aclose(ClosedError("end"))
 
 
+async def test_who_reads_the_key_at_once_needs_no_check() -> None:
+    wire = Wire()
+    line = WaitConnection(wire, wire.present)
+    task = asyncio.create_task(line.wait(["k"], 10, verify=False))
+    await wire.waited.wait()
+    wire.feed(b"\x00")
+    await task
+    assert wire.asked == 0
+    await line.aclose(ClosedError("end"))
+
+
 async def test_newcomers_do_not_keep_the_others_from_being_served() -> None:
     wire = Wire()
     line = WaitConnection(wire, wire.present)

@@ -16,7 +16,7 @@ adjacent, at one stride.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, final
 
@@ -83,6 +83,18 @@ class Layout:
     chunk: int
     banks: int
     ring: int
+    _slots: int = field(init=False)  # where the slots start
+    _results: int = field(init=False)
+    _rings: int = field(init=False)
+    _ring_stride: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots = rounded_up(self.header(self.banks, 0, 0) * WORD, 4096)
+        results = slots + self.banks * self.size * self.chunk
+        rings = rounded_up(results + self.banks * self.size * self.piece, 4096)
+        starts = {"_slots": slots, "_results": results, "_rings": rings, "_ring_stride": 2 * LINE + self.ring}
+        for name, start in starts.items():
+            object.__setattr__(self, name, start)
 
     @property
     def piece(self) -> int:
@@ -127,22 +139,6 @@ class Layout:
     def total(self) -> int:
         """Bytes of the segment."""
         return self._rings + self.size * self.size * self._ring_stride
-
-    @property
-    def _slots(self) -> int:
-        return rounded_up(self.header(self.banks, 0, 0) * WORD, 4096)
-
-    @property
-    def _results(self) -> int:
-        return self._slots + self.banks * self.size * self.chunk
-
-    @property
-    def _rings(self) -> int:
-        return rounded_up(self._results + self.banks * self.size * self.piece, 4096)
-
-    @property
-    def _ring_stride(self) -> int:
-        return 2 * LINE + self.ring
 
 
 def rounded_up(nbytes: int, to: int = LINE) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final, Self, final
 
 from asynccomm.backends.shm.layout import LINE, Layout
@@ -48,7 +48,7 @@ class Settings:
     @classmethod
     def of(cls, hints: Mapping[str, str]) -> Self:
         """The settings from the hints. Raises ``ValueError`` naming the hint."""
-        values = {key: _number(key, hints[key]) for key in asdict(cls()) if key in hints}
+        values = {key: _number(key, hints[key]) for key in cls.__dataclass_fields__ if key in hints}
         settings = cls(**values)
         for key in ("chunk_bytes", "message_bytes"):
             value = getattr(settings, key)
@@ -65,7 +65,7 @@ class Settings:
 
     def as_dict(self) -> dict[str, int]:
         """The values by the names of the hints."""
-        return asdict(self)
+        return {key: getattr(self, key) for key in self.__dataclass_fields__}
 
     def layout(self, size: int) -> Layout:
         """The layout of a segment for ``size`` ranks; each rank gets at least one cache line of every slot."""

@@ -59,7 +59,7 @@ async def fake_comm(name: str, rank: int, size: int, device: torch.device, timeo
     room = MemoryStore()
     world = (room, rank)
     identity = CommIdentity(
-        Job(world, group, room, StoreSession(room, owned=True)),
+        Job(world, group, room, StoreSession(room, room.aclose)),
         NameReservation(world, name),
         room,
         [RankInfo(each, socket.gethostname(), os.getpid()) for each in range(size)],
