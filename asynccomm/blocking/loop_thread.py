@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Final, Protocol
 
-from anyio.from_thread import BlockingPortalProvider
+from anyio.from_thread import BlockingPortal, BlockingPortalProvider
 
 EXIT_SECONDS: Final = 5.0  # for operations in flight, when the process ends with a comm open
 MOST_THREADS: Final = 4096  # completing futures; the pool starts a thread only if all others are busy
@@ -40,6 +40,7 @@ def _new_loops() -> BlockingPortalProvider:
 
 
 _loops = _new_loops()
+_portal_loops: weakref.WeakKeyDictionary[BlockingPortal, asyncio.AbstractEventLoop] = weakref.WeakKeyDictionary()
 _left_behind: list[BlockingPortalProvider] = []
 _making = threading.Lock()
 _completing: ThreadPoolExecutor | None = None
@@ -49,6 +50,14 @@ _open: weakref.WeakSet[ExitHandler] = weakref.WeakSet()
 def loops() -> BlockingPortalProvider:
     """Context manager that gives a portal to the loop; the loop ends when all users have left the context."""
     return _loops
+
+
+def loop_of(portal: BlockingPortal) -> asyncio.AbstractEventLoop:
+    """The loop behind a portal. Blocks for a hand-over to the loop's thread, once for each portal."""
+    loop = _portal_loops.get(portal)
+    if loop is None:
+        loop = _portal_loops[portal] = portal.call(asyncio.get_running_loop)
+    return loop
 
 
 def on_a_thread(call: Callable[[], object]) -> None:

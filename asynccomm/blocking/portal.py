@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic, TypeVar, final
 
-from asynccomm.blocking.loop_thread import loops
+from asynccomm.blocking.loop_thread import loop_of, loops
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, WouldBlockError
 
@@ -138,7 +138,7 @@ class Portal:
         self._process: Final = os.getpid()
         self.held: bool = True  #: whether this hold is in force
         portal = loops().__enter__()
-        self.loop: Final = portal.call(asyncio.get_running_loop) if loop is None else loop
+        self.loop: Final = loop_of(portal) if loop is None else loop
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """``run_on`` this loop. Raises: ClosedError in a forked child, where the loop's thread is missing."""

@@ -24,7 +24,7 @@ from anyio.from_thread import BlockingPortal
 from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm.blocking.loop_thread import EXIT_SECONDS, at_exit, detached, loops, on_a_thread
+from asynccomm.blocking.loop_thread import EXIT_SECONDS, at_exit, detached, loop_of, loops, on_a_thread
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.errors import BrokenError, ClosedError
@@ -116,7 +116,9 @@ class GroupComms:
                 )
             if self._portal is None:
                 self._portal = loops().__enter__()
-            self._attempt = self._portal.start_task_soon(self._connected, device)
+            loop = loop_of(self._portal)
+            # the portal's own call would wait until the task has started
+            self._attempt = asyncio.run_coroutine_threadsafe(self._connected(device), loop)
             try:
                 comm = self._comms[device.type] = self._attempt.result()
             except BaseException:  # Ctrl-C leaves the attempt running, and the loop's thread would wait for it

@@ -86,3 +86,12 @@ def test_a_forked_child_starts_anew() -> None:
             finally:
                 os._exit(0 if fine else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_loop_of_a_portal() -> None:
+    with loop_thread.loops() as portal:
+        loop = loop_thread.loop_of(portal)
+        assert portal.call(asyncio.get_running_loop) is loop is loop_thread.loop_of(portal)
+    assert loop.is_closed()
+    with loop_thread.loops() as portal:
+        assert loop_thread.loop_of(portal) is not loop

@@ -412,4 +412,6 @@ def test_a_process_may_end_with_groups_open(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert not any("asynccomm" in text for text in said), said
+    slow = "Executing <Task "  # asyncio's own remark in development mode on a step that took long, as imports do
+    lines = [line for text in said for line in text.splitlines() if not line.startswith(slow)]
+    assert not any("asynccomm" in line for line in lines), said
