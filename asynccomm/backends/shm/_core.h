@@ -110,6 +110,13 @@ typedef struct RankPosition {
     char dead, adopting, arming, calls_ahead;
 } RankPosition;
 
+/* Two ways to receive messages, reading them in the memory of the sender or copying them out of the ring: nanoseconds for each
+ * byte, 0 if not known, and the messages so far. */
+typedef struct {
+    float read, copied;
+    uint32_t count;
+} Ways;
+
 /* The counters of the two rings between this rank and a peer: rings.LinkState */
 typedef struct LinkState {
     PyObject_HEAD
@@ -117,6 +124,8 @@ typedef struct LinkState {
     uint64_t seen_matched; /* of `sent`, the bytes that the peer has matched, as last seen */
     PyObject *waiting;
     char gone;
+    Ways short_ones, long_ones;
+    unsigned pause, next_pause; /* short messages to send before the next loan, and after it if it is withdrawn */
 } LinkState;
 
 typedef struct {

@@ -159,6 +159,8 @@ typedef struct {
     int64_t short_bytes;
     HeldCall *unsettled[MOST_POSTED]; /* posted messages that are done */
     int unsettled_count;
+    float making;  /* nanoseconds that this rank takes for each byte of a SHORT, 0 if not known */
+    int sends_too; /* whether it has sent a message of more than LEAST_LOAN bytes since it last received one */
     Span *apart; /* of the tensors that a scope has sent last, in their order; no two of them share memory */
     int apart_count;
     Entry *entries[ENTRIES];
@@ -249,10 +251,17 @@ void core_break_comm(FastPath *f);
 int core_receive_short(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *frame, const char *payload,
                        char *data, uint64_t nbytes, uint64_t copied);
 
+/* Note how long it took to receive a short message and which way, for the sender to choose the faster one. `whole`: whether it
+ * was a SHORT that was there when the time began. */
+void core_received_short(FastPath *f, LinkState *link, Ring *ring, int read, int whole, int64_t took, uint64_t nbytes);
+
+/* Claim what a frame has, if it is a LOAN: false if the sender has withdrawn that. */
+int core_claim(const Frame *frame, const char *payload);
+
 /* Send a long message, for which the receiver is clear: DONE, or MOVED as core_send_message. */
 int core_send_cleared(const FastPath *f, const Entry *entry, char *data, uint64_t nbytes, BegunMessage *begun);
 
-/* Receive a long message by single copy, if it is the one that `entry` is for: DONE; STUCK: it is left as it is. */
+/* Receive an offered message, or a claimed one, by single copy, if it is the one that `entry` is for: DONE; STUCK: it is left as it is. */
 int core_read_offered(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *offer, const char *payload,
                       char *data, uint64_t nbytes);
 

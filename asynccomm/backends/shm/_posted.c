@@ -121,9 +121,14 @@ static int take(FastPath *f, HeldCall *held, LinkState *link, Ring *ring, const 
         return core_send_cleared(f, entry, tensor->data, (uint64_t)tensor->nbytes, &held->begun) == DONE ? DONE : ASKED;
     }
     uint64_t nbytes = (uint64_t)tensor->nbytes;
-    int received = frame->kind == OFFER ? core_read_offered(f, entry, link, ring, frame, payload, tensor->data, nbytes)
-                                        : core_receive_short(f, entry, link, ring, frame, payload, tensor->data, nbytes, 0);
-    return received == DONE ? DONE : ASKED;
+    int64_t since = nanoseconds();
+    int reads = frame->kind == OFFER || frame->kind == LOAN;
+    int received = reads ? core_read_offered(f, entry, link, ring, frame, payload, tensor->data, nbytes)
+                         : core_receive_short(f, entry, link, ring, frame, payload, tensor->data, nbytes, 0);
+    if (received != DONE) return ASKED;
+    if (frame->kind == OFFER) f->sends_too = 0;
+    else core_received_short(f, link, ring, reads, !reads, nanoseconds() - since, nbytes);
+    return DONE;
 }
 
 /* Take the next frame of a peer; as core_progress_posted. */
@@ -133,12 +138,13 @@ static int take_from(FastPath *f, int peer)
     Ring *ring = ring_of(f->segment, peer, f->segment->rank);
     Frame frame;
     const char *payload = next_frame(f->segment, link, ring, &frame);
-    if (!payload) return ASKED; /* the ring is corrupt */
+    if (!payload) return frame.kind ? ASKED : DONE; /* the ring is corrupt, or had a withdrawn loan */
     for (Py_ssize_t k = 0; k < posted_count(f); k++) {
         HeldCall *held = posted_at(f, k);
         int sends = held->entry->sends;
         if (held->entry->peer != peer || sends != (frame.kind == CLEAR)) continue;
         if (sends ? held->begun.ident != frame.ident : held->entry->tag != frame.tag) continue;
+        if (!core_claim(&frame, payload)) return DONE; /* it has been withdrawn, and a SHORT follows */
         if (take(f, held, link, ring, &frame, payload) != DONE) return ASKED;
         Py_INCREF((PyObject *)held);
         f->unsettled[f->unsettled_count++] = held;

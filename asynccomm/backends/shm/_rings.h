@@ -7,7 +7,7 @@
 #include <string.h>
 
 enum { LINE = 64, FRAME_HEADER = 32 };
-enum { PADDING = 1, SHORT = 2, OFFER = 3, CLEAR = 4, DATA = 5 }; /* kinds of frames, as in rings.py and endpoint.py */
+enum { PADDING = 1, SHORT = 2, OFFER = 3, CLEAR = 4, DATA = 5, LOAN = 6 }; /* kinds of frames, as in rings.py and endpoint.py */
 enum { HAS_READ = 1 }; /* `extra` of a CLEAR: the receiver has read the message at the address in the OFFER */
 
 /* The head counts the bytes written, the tail the bytes read. `begun` counts those of a frame that is being written, too:
@@ -16,7 +16,8 @@ typedef struct {
     _Atomic uint64_t head, begun;
     char rest_of_line[LINE - 16];
     _Atomic uint64_t tail, matched;
-    char rest_of_line_too[LINE - 16];
+    _Atomic uint64_t wants_loans; /* whether the reader prefers LOANs to SHORTs */
+    char rest_of_line_too[LINE - 24];
     char frames[];
 } Ring;
 
@@ -24,6 +25,14 @@ typedef struct {
     uint32_t nbytes, kind, tag, extra, ident, unused;
     uint64_t length;
 } Frame;
+
+/* The payload of a LOAN: the address of a short message that the sender keeps for a moment. The receiver claims it and reads it;
+ * the sender withdraws one that is not claimed, and sends a SHORT behind it. */
+enum { OPEN = 0, CLAIMED = 1, WITHDRAWN_LOAN = 2 };
+typedef struct {
+    uint64_t address;
+    _Atomic uint64_t claim;
+} Loan;
 
 /* A part of a long message that is in one piece of memory here. */
 typedef struct {
@@ -75,20 +84,28 @@ static inline void publish_frame(Segment *s, LinkState *link, Ring *ring, int pe
     core_ring(s, peer);
 }
 
-/* The header and the payload of the next frame; NULL if there is none, or the ring is corrupt. Padding before the frame is
- * taken. The peer may change its memory at any time: only the copy of the header is checked and used. */
+/* The header and the payload of the next frame; NULL if there is none: its kind is 0 then; or if the ring is corrupt. Padding and
+ * withdrawn loans before the frame are taken. The peer may change its memory at any time: only the copy of the header is checked and used. */
 static inline const char *next_frame(const Segment *s, LinkState *link, Ring *ring, Frame *frame)
 {
     uint64_t room = (uint64_t)s->ring, head = atomic_load_explicit(&ring->head, memory_order_acquire), tail = link->tail;
+    frame->kind = PADDING; /* of no frame that is returned */
     if (head - tail > room || head % LINE) return NULL;
     for (; tail != head; tail += framed(frame->nbytes)) {
         memcpy(frame, ring->frames + tail % room, sizeof *frame);
-        if (framed(frame->nbytes) > head - tail || framed(frame->nbytes) > room - tail % room) return NULL;
-        if (frame->kind != PADDING) {
+        if (framed(frame->nbytes) > head - tail || framed(frame->nbytes) > room - tail % room) {
+            frame->kind = PADDING;
+            return NULL;
+        }
+        const char *payload = ring->frames + tail % room + FRAME_HEADER;
+        int taken = frame->kind == PADDING || (frame->kind == LOAN && frame->nbytes == sizeof(Loan)
+                     && atomic_load_explicit(&((Loan *)payload)->claim, memory_order_acquire) == WITHDRAWN_LOAN);
+        if (!taken) {
             link->tail = tail;
-            return ring->frames + tail % room + FRAME_HEADER;
+            return payload;
         }
     }
+    link->tail = tail, frame->kind = 0;
     return NULL;
 }
 

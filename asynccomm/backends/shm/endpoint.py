@@ -14,6 +14,12 @@ frames of memory in one piece (``MessagePart``), without the GIL. While no other
 also has the address of the message, in the payload of the frame; a receiver in C may read the message there (single
 copy), and then says so in its CLEAR, which ends the message.
 
+A short message of more than 32 KiB may be lent, between ranks in C: a LOAN has its address and a word, the claim. A
+receiver that waits for the message sets the claim, reads the message by single copy, and sends CLEAR. Otherwise the
+sender withdraws the loan within some 50 us, by the same word, and sends SHORT behind it: a send never waits for its
+receive. The receiver measures which of the two is faster, since that depends on the caches that the ranks share, and
+says so in a word beside the ring's tail. Python neither lends nor claims: it leaves a loan until that is withdrawn.
+
 First frames of messages leave in the order of the calls, which gives the order per pair of ranks and tag. Tags share
 the ring, and nothing else.
 
@@ -50,7 +56,7 @@ FRAME: Final = 256 << 10
 
 MOST_OFFERS: Final = 1 << 20  # unmatched offers of one rank: some 300 bytes each
 
-SHORT, OFFER, CLEAR, DATA = 2, 3, 4, 5  # kinds of frames; 1 is padding
+SHORT, OFFER, CLEAR, DATA = 2, 3, 4, 5  # kinds of frames; those of padding and of loans are in ``rings``
 READ: Final = 8 << 20  # bytes that a rank reads from the memory of another one in a step
 HAS_READ: Final = 1  # ``extra`` of a CLEAR: the receiver has read the message itself
 _IDENTS = 1 << 32  # the ids of offers wrap around at this number

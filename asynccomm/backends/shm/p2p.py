@@ -43,7 +43,7 @@ from asynccomm.backends.shm.executor import NO_WAIT, Pace
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import WORD
 from asynccomm.backends.shm.message_fields import check_first, describe, outgoing, tag_of
-from asynccomm.backends.shm.rings import LinkState, Mapped
+from asynccomm.backends.shm.rings import LOAN, LinkState, Mapped
 from asynccomm.backends.shm.vectors import address_of, spans
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace, PeerOp, Recv, RecvParcel, Send
@@ -187,8 +187,7 @@ class Messages:
         words = self._words
         for head_at, reader, link in self._reading:
             if words[head_at] != reader.state.tail:
-                self._drain(link)
-                moved = True
+                moved = self._drain(link) or moved
         if self._writing:
             for link in tuple(self._writing):
                 if link.pump():
@@ -272,9 +271,9 @@ class Messages:
 
     # -- arriving frames ----------------------------------------------------------------------------------------------
 
-    def _drain(self, link: Link) -> None:
-        """Process the frames that have arrived."""
-        reader = link.reader
+    def _drain(self, link: Link) -> bool:
+        """Process the frames that have arrived; returns whether there were any."""
+        reader, before = link.reader, link.state.tail
         try:
             reader.open()
             while (frame := reader.take()) is not None:
@@ -285,7 +284,7 @@ class Messages:
                     continue
                 if kind == DATA:
                     self._data_came(link, ident, nbytes)
-                elif kind == OFFER:
+                elif kind in (OFFER, LOAN):  # a loan that C has claimed is an offer
                     address = int.from_bytes(self._raw[reader.payload : reader.payload + WORD], sys.byteorder)
                     self._offer_came(link, tag, Offer(extra, length, ident, address if nbytes == WORD else 0))
                 elif kind == CLEAR:
@@ -300,9 +299,10 @@ class Messages:
         except BackendError as exc:
             self._stop_reading(link)
             self._failed(exc)
-            return
+            return True
         if reader.publish():
             self._ring(link.peer)
+        return link.state.tail != before
 
     def _short_came(self, link: Link, tag: int, extra: int, length: int, nbytes: int) -> None:
         check_first(link.peer, tag, extra, length, nbytes)

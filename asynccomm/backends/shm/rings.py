@@ -3,7 +3,7 @@
 The head counts all bytes written, the tail all bytes read; each counter has one writer and never decreases. A frame is
 a header of 32 bytes and a payload, together rounded up to cache lines. A frame never wraps around: if it does not fit
 before the end of the ring, a padding frame fills the end. The writer publishes frames by advancing the head, the reader
-frees room by advancing the tail. A writer in C also counts the bytes of a longer frame that it is still writing, in the
+frees room by advancing the tail. A LOAN that its writer has withdrawn counts as padding. A writer in C also counts the bytes of a longer frame that it is still writing, in the
 word behind the head, and a reader in C may copy them (``_rings.h``).
 
 A frame takes at most a quarter of the ring, and with its padding less than half. A reader that rings the writer after
@@ -24,6 +24,8 @@ from asynccomm.errors import BackendError
 
 HEADER: Final = 32  # bytes
 PADDING: Final = 1  # the kind of a padding frame; 0 is no kind, because untouched memory is 0
+LOAN: Final = 6  # of a message that C lends for a moment: its address, and a word with one of these
+OPEN, WITHDRAWN = 0, 2
 
 _header = Struct("=IIIIIxxxxQ")  # bytes of payload, kind, tag, extra, ident, length
 _pack, _unpack = _header.pack_into, _header.unpack_from
@@ -209,9 +211,13 @@ class Reader:
                     f"the message ring from rank {self._source} is corrupt: a frame with {frame[0]} bytes of payload "
                     f"where {min(self._head - self.state.tail, self._ring - at) - HEADER} are left"
                 )
-            if frame[1] != PADDING:
+            payload = self._start + at + HEADER
+            claim = self._words[payload // WORD + 1] if frame[1] == LOAN and frame[0] == 2 * WORD else None
+            if claim == OPEN:  # another frame follows as soon as the sender withdraws it
+                return None
+            if frame[1] != PADDING and claim != WITHDRAWN:
                 self._size = size
-                self.payload = self._start + at + HEADER
+                self.payload = payload
                 return frame
             self.state.tail += size
         return None

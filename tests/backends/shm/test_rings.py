@@ -10,8 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.layout import LINE, Layout
-from asynccomm.backends.shm.rings import HEADER, PADDING, Mapped, Reader, Writer, framed, largest_payload
+from asynccomm.backends.shm.layout import LINE, WORD, Layout
+from asynccomm.backends.shm.rings import (
+    HEADER,
+    LOAN,
+    OPEN,
+    PADDING,
+    WITHDRAWN,
+    Mapped,
+    Reader,
+    Writer,
+    framed,
+    largest_payload,
+)
 from asynccomm.errors import BackendError
 
 KIND = 7
@@ -172,3 +183,21 @@ def test_a_head_that_ran_back() -> None:
     pair.mapped.words[pair.reader.head_at] = 0
     with pytest.raises(BackendError, match="corrupt"):
         pair.reader.open()
+
+
+def test_loans() -> None:
+    """A loan may still be withdrawn; then another frame follows. A claimed one is like any frame."""
+    pair = Pair(1024)
+    source = torch.tensor([8, OPEN])
+    assert pair.writer.put(LOAN, 5, 1, 2, 3, source.data_ptr(), 16)
+    claim = (pair.start + HEADER) // WORD + 1
+    assert pair.put(b"next")
+    assert pair.read() == ([], False)
+    pair.mapped.words[claim] = WITHDRAWN
+    assert pair.read() == ([(0, b"next")], False)
+    assert pair.reader.state.tail == pair.writer._state.head
+    pair = Pair(1024)
+    assert pair.writer.put(LOAN, 5, 1, 2, 3, source.data_ptr(), 16)
+    pair.mapped.words[claim] = 1
+    pair.reader.open()
+    assert pair.reader.take() == (16, LOAN, 5, 1, 2, 3)
