@@ -76,9 +76,9 @@ class StoreSession:
     """A connected store. Closing the session closes only the resources that this process opened."""
 
     store: Store
-    close: Callable[[], Awaitable[None]] | None = None  #: closes what was opened; None: nothing was
+    close: Callable[[], Awaitable[None]] | None = None  #: closes the opened store; None: the store was open before
     hosted: StoreServer | None = None
-    given: Store | None = None  #: the caller's, whose server may end with it
+    given: Store | None = None  #: of the caller; its server may end with it
 
     async def aclose(self) -> None:
         try:

@@ -3,8 +3,8 @@
 The head counts all bytes written, the tail all bytes read; each counter has one writer and never decreases. A frame is
 a header of 32 bytes and a payload, together rounded up to cache lines. A frame never wraps around: if it does not fit
 before the end of the ring, a padding frame fills the end. The writer publishes frames by advancing the head, the reader
-frees room by advancing the tail. A LOAN that its writer has withdrawn counts as padding. A writer in C also counts the bytes of a longer frame that it is still writing, in the
-word behind the head, and a reader in C may copy them (``_rings.h``).
+frees room by advancing the tail. A writer in C also counts the bytes of a longer frame that it is still writing, in the
+word behind the head, and a reader in C may copy them (``_rings.h``). A withdrawn LOAN counts as padding.
 
 A frame takes at most a quarter of the ring, and with its padding less than half. A reader that rings the writer after
 each freed quarter (``Reader.publish``) therefore leaves no writer waiting.

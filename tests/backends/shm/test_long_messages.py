@@ -444,8 +444,11 @@ async def test_a_message_that_is_offered_twice(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Link, "read_on", lambda _: False)
     async with new_comm("shm", name="control") as control:
         comm = await new_comm("shm", name="twice", timeout=60, hints={"inline_bytes": "65536"})
+        segment: Any = link_of(comm, 1 - comm.rank)._segment
         await comm.barrier()
+        segment.reads_all()
         await comm.barrier()
+        assert segment.reads_all(), "both ranks have tried it"
         if comm.rank == 0:
             receives = [comm.recv(torch.empty(LONG, dtype=torch.uint8), 1) for _ in range(2)]
             send = comm.send(values(1), 1)
