@@ -52,7 +52,17 @@ def executor_section(system: SystemInfo) -> Section:
     reason = getattr(core, "reason", None)  # of CoreUnavailable
     if reason is None:
         why = system.module("asynccomm.backends.shm.single_copy").refusal()
-        return Section({"shm": "C", "file": core.__file__, "single_copy": f"no: {why}" if why else "yes"})
+        calls = system.module("asynccomm.backends.shm.torch_functions").torch_functions() is not None
+        facts = {
+            "shm": "C",
+            "file": core.__file__,
+            "small_calls": "C" if calls else "Python",
+            "single_copy": f"no: {why}" if why else "yes",
+        }
+        if calls:
+            return Section(facts)
+        text = "small calls begin in Python: this version of torch does not show its tensors to the executor in C"
+        return Section(facts, [CheckWarning(f"{text}; please report it")])
     text = f"collectives in shared memory run in Python: {reason}; a C compiler at installation makes them faster"
     return Section({"shm": "Python", "why": reason}, [CheckWarning(text)])
 

@@ -42,9 +42,10 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, memfd: bool) -> N
     check(probe("shared_memory", machine()), {"memfd": memfd}, [("/dev/shm has only 8.0 MiB left", not memfd)])
 
 
-def executors(load_core: Any, refusal: str = "") -> Any:
+def executors(load_core: Any, refusal: str = "", *, shown: bool = True) -> Any:
     return {
         "asynccomm.core.native": SimpleNamespace(load_core=load_core),
+        "asynccomm.backends.shm.torch_functions": SimpleNamespace(torch_functions=lambda: "found" if shown else None),
         "asynccomm.backends.shm.single_copy": SimpleNamespace(refusal=lambda: refusal),
     }
 
@@ -52,8 +53,14 @@ def executors(load_core: Any, refusal: str = "") -> Any:
 @pytest.mark.parametrize(("refusal", "says"), [("", "yes"), ("not permitted", "no: not permitted")])
 def test_the_executor_in_c(refusal: str, says: str) -> None:
     modules = executors(lambda: SimpleNamespace(__file__="/lib/_core.so"), refusal)
-    expected = Section({"shm": "C", "file": "/lib/_core.so", "single_copy": says})
+    expected = Section({"shm": "C", "file": "/lib/_core.so", "small_calls": "C", "single_copy": says})
     assert probe("executor", machine(**modules)) == expected
+
+
+def test_the_executor_in_c_with_a_torch_that_hides_its_tensors() -> None:
+    modules = executors(lambda: SimpleNamespace(__file__="/lib/_core.so"), shown=False)
+    facts = {"shm": "C", "small_calls": "Python", "single_copy": "yes"}
+    check(probe("executor", machine(**modules)), facts, [("small calls begin in Python: this version of torch", False)])
 
 
 def test_the_executor_in_python_and_why() -> None:
