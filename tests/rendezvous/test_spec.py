@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous.spec import RendezvousSpec, connect_store, rehost, resolve_spec
+from asynccomm.store.base import PrefixStore
 from asynccomm.store.client import StoreClient
 from asynccomm.store.memory import MemoryStore
 from asynccomm.store.server import listen
@@ -237,6 +238,7 @@ async def test_ranks_with_one_prefix_meet_and_others_do_not() -> None:
     stores = [dist.PrefixStore("a", dist.PrefixStore("b", given)) for _ in range(2)]
     other = dist.PrefixStore("b", dist.PrefixStore("a", given))
     meetings = [await connect_store(resolve_spec(store, 0, 1, {}), 20) for store in (*stores, other)]
+    assert all(isinstance(meeting.store, PrefixStore) for meeting in meetings)
     await meetings[0].store.set("key", b"value")
     assert await meetings[1].store.get("key", 20) == b"value"
     assert not await meetings[2].store.check(["key"])
