@@ -27,7 +27,7 @@ from torch import distributed as dist
 from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous.launchers import SLURM, job_name, launcher_of, on_one_host, slurm_address, started_by
 from asynccomm.rendezvous.local_meeting import PortAnnouncer, find_port, meeting_name
-from asynccomm.store.base import Store
+from asynccomm.store.base import Store, within
 from asynccomm.store.server import StoreServer, listen, serve
 from asynccomm.store.shared import SharedClient
 from asynccomm.store.torch_store import TorchStore
@@ -83,7 +83,8 @@ class StoreSession:
     async def aclose(self) -> None:
         try:
             if self.close is not None:
-                await self.close()
+                close, self.close = self.close, None
+                await close()
         finally:
             if self.hosted is not None:
                 hosted, self.hosted = self.hosted, None
@@ -175,9 +176,13 @@ async def _connect_given(store: Store, timeout: float) -> StoreSession:
     shared = await SharedClient.connect(server.host, server.port, timeout)
     try:
         # the prefixes of torch's store are its secret: the ranks agree on another one there
-        room = await store.compare_set(NAMESPACE_KEY, "", secrets.token_hex(8)) if server.prefixed else b""
-    except BaseException:
+        async with within(timeout):
+            room = await store.compare_set(NAMESPACE_KEY, "", secrets.token_hex(8)) if server.prefixed else b""
+    except BaseException as exc:
         await shared.release()
+        if isinstance(exc, TimeoutError):
+            address = f"{server.host}:{server.port}"
+            raise RendezvousError(f"the client of the store at {address} was busy for {timeout:g} s") from None
         raise
     return StoreSession(shared.client.prefix(room.decode()) if room else shared.client, shared.release, given=store)
 

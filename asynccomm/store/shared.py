@@ -20,8 +20,9 @@ _shared: WeakValueDictionary[_Place, SharedClient] = WeakValueDictionary()
 class SharedClient:
     """A client, and the number of its users."""
 
-    def __init__(self, client: StoreClient) -> None:
+    def __init__(self, client: StoreClient, place: _Place) -> None:
         self.client = client
+        self._place = place
         self._users = 1
 
     @classmethod
@@ -40,7 +41,7 @@ class SharedClient:
         if found is not None and found.client.usable:
             found._users += 1
             return found
-        made = cls(await StoreClient.connect(host, port, timeout=timeout))
+        made = cls(await StoreClient.connect(host, port, timeout=timeout), place)
         _shared[place] = made
         return made
 
@@ -48,4 +49,6 @@ class SharedClient:
         """Give the client up, once for each ``connect``; the last user closes it."""
         self._users -= 1
         if self._users == 0:
+            if _shared.get(self._place) is self:
+                del _shared[self._place]
             await self.client.aclose()

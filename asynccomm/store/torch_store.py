@@ -101,11 +101,14 @@ class TorchStore(Store):
         return await self._call(self._store.num_keys)
 
     def server(self) -> ServerAddress | None:
-        """The server of a TCPStore, perhaps behind prefixes; None for other stores, also for subclasses of these."""
+        """The server of a TCPStore, perhaps behind prefixes; None for other stores.
+
+        Subclasses count as these: it must be the same on all ranks, of which one may log its calls, say.
+        """
         store = self._store
-        while type(store) is dist.PrefixStore:
+        while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        if type(store) is not dist.TCPStore:
+        if not isinstance(store, dist.TCPStore):
             return None
         return ServerAddress(store.host, store.port, store is not self._store)
 

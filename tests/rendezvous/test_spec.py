@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import threading
 from collections.abc import Mapping
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
@@ -254,17 +257,47 @@ async def test_a_given_store_lives_as_long_as_the_session() -> None:
     await meeting.aclose()
 
 
-async def test_other_stores_of_torch_are_used_as_they_are() -> None:
-    class Own(dist.TCPStore):
+async def test_a_subclass_is_used_as_its_class_is() -> None:
+    """One rank may count its calls, say."""
+
+    class Own(dist.PrefixStore):
         """May have methods of its own."""
 
     given = torch_store()
-    own = Own("127.0.0.1", given.port, is_master=False)
-    for store in (dist.HashStore(), own, dist.PrefixStore("a", own)):
-        place = resolve_spec(store, 0, 1, {})
-        meeting = await connect_store(place, 20)
-        assert meeting.store is place.store
+    meetings = [
+        await connect_store(resolve_spec(store, 0, 1, {}), 20)
+        for store in (dist.PrefixStore("a", given), Own("a", given))
+    ]
+    await meetings[0].store.set("key", b"value")
+    assert await meetings[1].store.get("key", 20) == b"value"
+    for meeting in meetings:
         await meeting.aclose()
+        await meeting.aclose()  # idempotent: it gives up only its own hold of the client
+
+
+async def test_other_stores_of_torch_are_used_as_they_are() -> None:
+    store = dist.HashStore()
+    place = resolve_spec(store, 0, 1, {})
+    meeting = await connect_store(place, 20)
+    assert meeting.store is place.store
+    await meeting.aclose()
+
+
+async def test_a_given_store_that_is_busy_does_not_hold_up_the_deadline() -> None:
+    given = dist.PrefixStore("a", torch_store())
+    ended = threading.Event()
+
+    def occupy() -> None:
+        with contextlib.suppress(dist.DistStoreError):
+            given.wait(["never"], timedelta(seconds=1))
+        ended.set()
+
+    threading.Thread(target=occupy).start()
+    with pytest.raises(RendezvousError, match=r"the client of the store at 127\.0\.0\.1:\d+ was busy for 0\.05 s"):
+        while not ended.is_set():  # the thread may not have begun
+            meeting = await connect_store(resolve_spec(given, 0, 1, {}), 0.05)
+            await meeting.aclose()
+    await asyncio.to_thread(ended.wait)
 
 
 async def test_a_store_hosted_anew_is_there_at_once_and_ends_with_its_place() -> None:

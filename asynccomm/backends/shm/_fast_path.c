@@ -667,12 +667,11 @@ static PyObject *send_or_receive(FastPath *f, Entry *entry, const Tensors *tenso
                                  PyObject *result, PyObject *site, double started)
 {
     BegunMessage begun;
-    PyObject *work, *type, *value, *traceback;
+    PyObject *work = NULL, *type, *value, *traceback;
     int moved = (entry->sends ? core_send_message : core_receive_message)(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0], &begun);
-    if (moved == STUCK) return NULL;
     if (moved == DONE) work = finish(f, entry, result, site, started);
     else if (moved == LATE && !entry->sends) work = core_post_message(f, entry, tensors, arguments, result, site, started, NULL);
-    else work = hand_over(f, entry, moved, &begun, tensors, arguments, result, site, started);
+    else if (moved != STUCK) work = hand_over(f, entry, moved, &begun, tensors, arguments, result, site, started);
     if (!f->unsettled_count) return work;
     PyErr_Fetch(&type, &value, &traceback);
     if (core_settle_posted(f)) PyErr_Clear(); /* the comm has the error */

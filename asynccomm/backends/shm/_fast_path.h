@@ -274,6 +274,7 @@ int core_receive_message(FastPath *f, const Entry *entry, char *data, uint64_t n
 
 /* Whether messages from or to a peer are posted here; or any peer, for -1. */
 int core_has_posted(const FastPath *f, int peer);
+int core_has_posted_sends(const FastPath *f);
 
 /* Take the next frame for a message that is posted: DONE, and the message is to be settled; STUCK: none has come; ASKED:
  * Python has to. Runs no Python code. */

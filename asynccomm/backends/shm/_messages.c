@@ -203,16 +203,27 @@ static int send_long(FastPath *f, const Entry *entry, LinkState *link, Ring *rin
     return frame.extra == HAS_READ ? DONE : core_send_cleared(f, entry, data, nbytes, begun);
 }
 
-/* Whether to try a loan: the receiver prefers that, and is likely to be there. */
-static int may_lend(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring)
+/* Whether the ring has room for a loan, a SHORT behind it, and the CLEARs of posted receives in between. */
+static int has_room(const FastPath *f, LinkState *link, Ring *ring, uint64_t nbytes)
+{
+    uint64_t size = framed(nbytes), room = (uint64_t)f->segment->ring;
+    uint64_t needs = 2 * size + (MOST_POSTED + 2) * framed(sizeof(Loan)); /* with padding in front of the SHORT */
+    link->seen_matched = atomic_load_explicit(&ring->matched, memory_order_acquire);
+    link->taken = atomic_load_explicit(&ring->tail, memory_order_acquire);
+    return link->sent + size - link->seen_matched <= room && link->head + needs - link->taken <= room;
+}
+
+/* Whether to try a loan: the receiver prefers that, and is likely to be there. A withdrawn loan must be followed by its SHORT: so
+ * there is room for that, and no other send may begin to write here. */
+static int may_lend(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, uint64_t nbytes)
 {
     if (f->state->messages || !atomic_load_explicit(&ring->wants_loans, memory_order_relaxed)) return 0;
-    if (f->state->calls_ahead && !core_has_posted(f, -1)) return 0;
+    if (core_has_posted_sends(f) || (f->state->calls_ahead && !core_has_posted(f, -1))) return 0;
     const Word *block = block_of(f->segment, entry->peer);
     for (int bell = SLEEPING_LOOP; bell <= SLEEPING_THREAD; bell++)
         if (atomic_load_explicit(&block[bell], memory_order_relaxed)) return 0;
     if (link->pause) return link->pause--, 0;
-    return core_reads_all(f->segment);
+    return core_reads_all(f->segment) && has_room(f, link, ring, nbytes);
 }
 
 /* Send a short message as a loan, or as a SHORT after all: LATE and MOVED are as of a long message that is cleared. */
@@ -236,7 +247,9 @@ static int lend(FastPath *f, const Entry *entry, LinkState *link, Ring *ring, ch
     }
     if (!atomic_compare_exchange_strong(&loan->claim, &open, WITHDRAWN_LOAN)) return result == LATE ? LATE : MOVED;
     link->pause = link->next_pause = link->next_pause < MOST_PAUSE ? 2 * link->next_pause + 16 : MOST_PAUSE;
-    return send_short(f, entry, link, ring, data, nbytes);
+    result = send_short(f, entry, link, ring, data, nbytes);
+    if (result == STUCK) core_ring(f->segment, entry->peer); /* for frames behind the loan; only a corrupt peer has no room */
+    return result;
 }
 
 static int receive_long(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, const Frame *offer, char *data,
@@ -302,7 +315,7 @@ int core_send_message(FastPath *f, const Entry *entry, char *data, uint64_t nbyt
     note_pending(f);
     if (link->gone || PyObject_Size(link->waiting)) return STUCK;
     if ((int64_t)nbytes <= f->short_bytes) {
-        if (nbytes <= LEAST_LOAN || !may_lend(f, entry, link, ring)) return send_short(f, entry, link, ring, data, nbytes);
+        if (nbytes <= LEAST_LOAN || !may_lend(f, entry, link, ring, nbytes)) return send_short(f, entry, link, ring, data, nbytes);
         return lend(f, entry, link, ring, data, nbytes, begun);
     }
     return f->state->messages ? STUCK : send_long(f, entry, link, ring, data, nbytes, begun);
@@ -333,6 +346,7 @@ int core_receive_message(FastPath *f, const Entry *entry, char *data, uint64_t n
     if (readable && !waited && f->sends_too && may_be_posted(f)) return LATE;
     if (posted) return STUCK;
     if (!core_claim(&frame, payload)) return core_receive_message(f, entry, data, nbytes, begun); /* a SHORT follows */
+    if (!since) since = nanoseconds();
     int reads = readable && (frame.kind == LOAN || is_reading_faster(&link->long_ones)), result = STUCK;
     if (reads) result = core_read_offered(f, entry, link, ring, &frame, payload, data, nbytes);
     if (result != DONE) reads = 0, result = receive_long(f, entry, link, ring, &frame, data, nbytes, begun);

@@ -20,6 +20,14 @@ int core_has_posted(const FastPath *f, int peer)
     return 0;
 }
 
+int core_has_posted_sends(const FastPath *f)
+{
+    Py_ssize_t count = posted_count(f);
+    for (Py_ssize_t k = 0; k < count; k++)
+        if (posted_at(f, k)->entry->sends) return 1;
+    return 0;
+}
+
 /* ---- posting ------------------------------------------------------------------------------------------------------ */
 
 /* Whether a message may wait here. Runs no Python code. */

@@ -63,25 +63,113 @@ def values(round: int) -> Tensor:
     return torch.arange(float(NUMEL)) + round
 
 
+def signal(comm: Comm, number: int) -> None:
+    """Show the other rank a number without the event loop, on which Python would take posted messages over."""
+    link = link_to(comm, 1 - comm.rank)
+    reader, writer = link.reader, link._writer
+    at = reader._tail_at if comm.rank else writer._tail_at
+    writer._words[at + 3 + comm.rank] = number
+
+
+def look_out(comm: Comm, number: int) -> None:
+    """Wait for the ``signal`` of the other rank, and stay awake."""
+    link = link_to(comm, 1 - comm.rank)
+    reader, writer = link.reader, link._writer
+    at = reader._tail_at if comm.rank else writer._tail_at
+    deadline = time.monotonic() + 20
+    while writer._words[at + 4 - comm.rank] < number:
+        assert time.monotonic() < deadline
+
+
 @pytest.mark.ranks(2)
 async def test_a_waiting_receiver_reads_the_message(comm: Comm) -> None:
     lent = 0
+    for round in range(8):
+        async with new_comm("shm", name=f"own {round}", timeout=30) as own:
+            await probed(own)
+            for k in range(4):
+                await comm.barrier()
+                if own.rank == 1:
+                    engine_of(own)._position.message_wait = 0.0  # it looks out for the message
+                    want_loans(own, 0)
+                    signal(own, k + 1)
+                    got = await own.recv(torch.empty(NUMEL), 0)
+                    assert torch.equal(got, values(k))
+                else:
+                    engine_of(own)._position.message_wait = 0.0
+                    since, tensor = link_to(own, 1).state.head, values(k)
+                    look_out(own, k + 1)
+                    await own.send(tensor, 1)
+                    lent += (LOAN, CLAIMED) in frames(own, 1, since)
+                    tensor.fill_(-1)
+            assert own.statistics().in_flight == 0
+    assert comm.rank == 1 or lent, "a rank that loses its core misses some of them"
+
+
+@pytest.mark.ranks(2)
+async def test_no_loan_without_room_for_the_message_itself(comm: Comm) -> None:
+    """A receive that is posted is done, whichever way the sends go."""
     async with new_comm("shm", name="own", timeout=30) as own:
         await probed(own)
-        for round in range(ROUNDS):
-            if own.rank == 1:
-                want_loans(own, 0)
-                await comm.barrier()
-                got = await own.recv(torch.empty(NUMEL), 0)
-                assert torch.equal(got, values(round))
+        small, many = torch.arange(16.0), 10  # of 1 MiB, as many messages have room
+        for _ in range(3):  # known to C by then
+            if own.rank == 0:
+                await own.send(torch.zeros(25_000), 1)
+                await own.recv(torch.empty(16), 1)
             else:
-                await comm.barrier()
-                since, tensor = link_to(own, 1).state.head, values(round)
-                await own.send(tensor, 1)
-                lent += (LOAN, CLAIMED) in frames(own, 1, since)
-                tensor.fill_(-1)
+                await own.recv(torch.empty(25_000), 0)
+                await own.send(small, 0)
+        await comm.barrier()
+        if own.rank == 0:
+            engine_of(own)._position.message_wait = 0.0
+            receive, link = own.recv(torch.empty(16), 1), link_to(own, 1)
+            signal(own, 1)
+            look_out(own, 1)
+            sends = [own.send(torch.full((25_000,), float(k)), 1) for k in range(many)]
+            link._writer._words[link._writer._tail_at + 2] = 1
+            since = link.state.head
+            sends.append(own.send(torch.full((25_000,), float(many)), 1))
+            assert LOAN not in dict(frames(own, 1, since))
+            signal(own, 2)
+            assert torch.equal(await receive, small)
+            await asyncio.gather(*sends)
+        else:
+            look_out(own, 1)
+            await own.send(small, 0)
+            signal(own, 1)
+            look_out(own, 2)
+            for k in range(many + 1):
+                assert (await own.recv(torch.empty(25_000), 0)).eq(k).all()
+        await own.barrier()
         assert own.statistics().in_flight == 0
-    assert own.rank == 1 or lent, "a rank that loses its core may miss some of them"
+
+
+@pytest.mark.ranks(2)
+async def test_no_loan_beside_a_long_message(comm: Comm) -> None:
+    """Whose data could go into the ring behind the loan, where a receiver in Python does not see them."""
+    async with new_comm("shm", name="own", timeout=30) as own:
+        await probed(own)
+        long, tensor = torch.arange(1_000_000.0), values(0)
+        for _ in range(3):
+            for each in (long, tensor):
+                await (own.send(each, 1) if own.rank == 0 else own.recv(torch.empty_like(each), 0))
+        await comm.barrier()
+        if own.rank == 0:
+            engine_of(own)._position.message_wait = 0.0
+            look_out(own, 1)
+            works, link = [own.send(long, 1)], link_to(own, 1)  # nobody receives it yet
+            link._writer._words[link._writer._tail_at + 2] = 1
+            since = link.state.head
+            works.append(own.send(tensor, 1))
+            assert LOAN not in dict(frames(own, 1, since))
+            signal(own, 1)
+            await asyncio.gather(*works)
+        else:
+            signal(own, 1)
+            look_out(own, 1)
+            assert torch.equal(await own.recv(torch.empty_like(long), 0), long)
+            assert torch.equal(await own.recv(torch.empty_like(tensor), 0), tensor)
+        await own.barrier()
 
 
 @pytest.mark.ranks(2)
@@ -168,15 +256,14 @@ async def test_a_loan_that_cannot_be_read_is_sent_in_frames(comm: Comm, early: b
         writer, reader = link._writer, link.reader
         if own.rank == 1:
             receive = own.recv(torch.empty(NUMEL), 0) if early else None
-            writer._words[writer._tail_at + 3] = 1  # without the event loop, on which Python would take over
+            signal(own, 1)
             deadline = time.monotonic() + 20
             while reader._words[reader.head_at] == link.state.tail and time.monotonic() < deadline:
                 pass
             got = await (receive or own.recv(torch.empty(NUMEL), 0))
             assert torch.equal(got, tensor)
         else:
-            while not reader._words[reader._tail_at + 3]:
-                await asyncio.sleep(0)
+            look_out(own, 1)
             target = writer.reserve(2 * WORD)
             assert target
             at = (writer._at + HEADER) // WORD
