@@ -125,6 +125,7 @@ async def test_no_loan_without_room_for_the_message_itself(comm: Comm) -> None:
             receive, link = own.recv(torch.empty(16), 1), link_to(own, 1)
             signal(own, 1)
             look_out(own, 1)
+            link._writer._words[link._writer._tail_at + 2] = 0
             sends = [own.send(torch.full((25_000,), float(k)), 1) for k in range(many)]
             link._writer._words[link._writer._tail_at + 2] = 1
             since = link.state.head
