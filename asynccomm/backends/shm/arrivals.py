@@ -42,10 +42,11 @@ class Arrival(Protocol):
 class TensorArrival:
     """A tensor being received; its destination is known from the start."""
 
-    __slots__ = ("_address", "_land", "_values", "left", "receive")
+    __slots__ = ("_address", "_land", "_values", "began", "left", "receive")
 
     def __init__(self, receive: Submission) -> None:
         self.receive: Final = receive
+        self.began: float = 0.0  #: time of ``time.perf_counter``; 0: it does not count for ``Ways``
         self._values, self._land = arithmetic.landing(receive.outputs[0])
         self._address = self._values.data_ptr()
         self.left: int = self._values.nbytes  #: bytes that have not arrived yet

@@ -24,7 +24,8 @@ First frames of messages leave in the order of the calls, which gives the order 
 the ring, and nothing else.
 
 An OFFER from Python has the address, too, of a tensor in one piece. A rank that sends long messages while it receives
-one reads that by single copy, up to ``READ`` bytes at a time, as both ranks then copy at once.
+one reads that by single copy, up to ``READ`` bytes at a time, as both ranks then copy at once. A rank that only
+receives takes the way that was faster so far (``Ways``).
 """
 
 from __future__ import annotations
@@ -58,8 +59,36 @@ MOST_OFFERS: Final = 1 << 20  # unmatched offers of one rank: some 300 bytes eac
 
 SHORT, OFFER, CLEAR, DATA = 2, 3, 4, 5  # kinds of frames; those of padding and of loans are in ``rings``
 READ: Final = 8 << 20  # bytes that a rank reads from the memory of another one in a step
+TRIAL: Final = 64  # messages after which a receiver tries the slower way again
 HAS_READ: Final = 1  # ``extra`` of a CLEAR: the receiver has read the message itself
 _IDENTS = 1 << 32  # the ids of offers wrap around at this number
+
+
+@final
+class Ways:
+    """Two ways to receive messages, reading them where they are and copying them out of the ring, and their times.
+
+    Which is faster depends on the caches that the ranks share. ``_messages.c`` has the same for messages in C.
+    """
+
+    __slots__ = ("_count", "_seconds")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._seconds = {True: 0.0, False: 0.0}  # for a byte, of reading and of copying; 0: not known
+
+    def is_reading_faster(self) -> bool:
+        """Whether to read the next message; of ``TRIAL`` messages, one goes the slower way."""
+        self._count += 1
+        read, copied = self._seconds[True], self._seconds[False]
+        if not (read and copied):
+            return copied > 0
+        return (read < copied) == (self._count % TRIAL != 0)
+
+    def note(self, read: bool, seconds: float, nbytes: int) -> None:
+        """Count a time in a running mean; a rank that loses its core does not count as slow as that."""
+        known, each = self._seconds[read], seconds / nbytes
+        self._seconds[read] = known + (min(each, 4 * known) - known) / 4 if known else each
 
 
 class Kept(NamedTuple):
@@ -185,6 +214,7 @@ class Link:
         "reader",
         "reading",
         "state",
+        "ways",
     )
 
     def __init__(
@@ -219,6 +249,7 @@ class Link:
         self._offered: dict[int, Outgoing] = {}  # messages that wait for CLEAR, by ident
         self._streams: deque[Outgoing] = deque()  # cleared messages, round-robin
         self._clears: deque[tuple[int, int]] = deque()  # CLEARs that are not in the ring yet: ident, and its ``extra``
+        self.ways: Ways = Ways()  #: of messages from the peer
         self.reading: dict[int, tuple[TensorArrival, int]] = {}  #: messages that are read where they lie
         self._taken_at = (layout.ring_start(rank, peer) + LINE) // WORD + 1  # word: bytes that the peer matched
         self._offers = 0  # received offers that are not matched

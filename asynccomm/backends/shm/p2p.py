@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -373,17 +374,20 @@ class Messages:
             self._deliver(receive, link.peer, message.extra, message.length, message.data, len(message.data))
         elif self._fits(receive, link.peer, message.extra, message.length):
             arrival = TensorArrival(receive)
-            if message.address and self._is_read(receive):
+            if message.address and self._is_read(link, arrival):
                 link.read_at(message.ident, arrival, message.address)
                 return
             link.clear(message.ident)
             self._expect(link, message.ident, arrival)
 
-    def _is_read(self, receive: Submission) -> bool:
-        """Whether this rank reads a message where it is: a large one, while it sends long ones itself."""
-        if receive.nbytes <= self._inline_bytes or self._segment is None or not self._segment.reads_all():
+    def _is_read(self, source: Link, arrival: TensorArrival) -> bool:
+        """Whether this rank reads a large message where it is: while it sends long ones, too, or if that is faster."""
+        if arrival.receive.nbytes <= self._inline_bytes or self._segment is None or not self._segment.reads_all():
             return False
-        return self._exchanges or any(link.sends_long for link in self._links.values())
+        if self._exchanges or any(link.sends_long for link in self._links.values()):
+            return True
+        arrival.began = time.perf_counter()
+        return source.ways.is_reading_faster()
 
     def _read_on(self) -> bool:
         """Read more of the messages that are read where they are; returns whether anything was read."""
@@ -393,7 +397,7 @@ class Messages:
                 read = link.read_on()
                 moved = moved or read is not False
                 if not isinstance(read, bool):
-                    self._arrived(read, link.peer)
+                    self._arrived(read, link.peer, read=True)
                 if link.backlog:
                     self._writing.add(link)
         return moved
@@ -447,7 +451,11 @@ class Messages:
         self._tally.over(receive)
         return True
 
-    def _arrived(self, arrival: Arrival, source: int) -> None:
+    def _arrived(self, arrival: Arrival, source: int, *, read: bool = False) -> None:
+        """Complete a receive after its last byte; ``read``: the message has been read where it was."""
+        if isinstance(arrival, TensorArrival) and arrival.began:
+            seconds = time.perf_counter() - arrival.began
+            self._links[source].ways.note(read, seconds, arrival.receive.nbytes)
         arrival.finish(source)
         error = arrival.receive.error
         if isinstance(error, BrokenError):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynccomm.backends.shm.arrivals import TensorArrival
-from asynccomm.backends.shm.endpoint import DATA, OFFER, SHORT, SHORT_BYTES, Link
+from asynccomm.backends.shm.endpoint import DATA, OFFER, SHORT, SHORT_BYTES, TRIAL, Link, Ways
 from asynccomm.backends.shm.executor import Pace
 from asynccomm.backends.shm.layout import LINE
 from asynccomm.backends.shm.p2p import Messages
@@ -499,3 +499,22 @@ def test_an_ident_that_is_in_use() -> None:
     (error,) = world.errors
     assert isinstance(error, BackendError)
     assert "rank 0 has offered message 7 twice" in str(error)
+
+
+def test_the_faster_way_is_taken_once_both_are_known_and_the_other_is_tried_now_and_then() -> None:
+    ways = Ways()
+    assert not ways.is_reading_faster()
+    ways.note(False, 2.0, 10)
+    assert ways.is_reading_faster(), "not known yet"
+    ways.note(True, 1.0, 10)
+    chosen = [ways.is_reading_faster() for _ in range(2 * TRIAL)]
+    assert chosen.count(False) == 2
+    for _ in range(20):
+        ways.note(True, 100.0, 10)  # a mean that follows, and not at once
+        slower = [ways.is_reading_faster() for _ in range(2)]
+    assert slower == [False, False]
+    ways = Ways()
+    ways.note(False, 2.0, 1)
+    ways.note(True, 1.0, 1)
+    ways.note(True, 3600.0, 1)
+    assert ways.is_reading_faster(), "one interruption counts for little"

@@ -468,3 +468,30 @@ async def test_a_message_that_is_offered_twice(monkeypatch: pytest.MonkeyPatch) 
             with pytest.raises(BrokenError):
                 await comm.recv(torch.empty(1), 0, 5)
         await comm.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_large_messages_in_one_direction_go_both_ways_until_the_faster_one_is_known(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    read_at = Link.read_at
+
+    def reading(link: Link, ident: int, *args: Any) -> None:
+        read.append(ident)
+        read_at(link, ident, *args)
+
+    monkeypatch.setattr(Link, "read_at", reading)
+    async with new_comm("shm", name="own", timeout=60, hints={"inline_bytes": "65536"}) as own:
+        segment: Any = link_of(own, 1 - own.rank)._segment
+        await own.barrier()
+        segment.reads_all()
+        await own.barrier()
+        for seed in range(6):
+            if own.rank == 0:
+                tensor = values(seed)
+                await own.send(tensor, 1)
+                tensor.zero_()
+            else:
+                assert torch.equal(await own.recv(torch.empty(LONG, dtype=torch.uint8), 0), values(seed))
+        assert len(read) in (range(1, 6) if own.rank else [0])
