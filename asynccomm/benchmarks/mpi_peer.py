@@ -30,8 +30,8 @@ END_SECONDS = 10.0  # for them to end when they were let go, then when they were
 SETTLE_SECONDS = 0.002  # until asynccomm's other ranks have gone to sleep in their barrier
 
 # The settings that Open MPI needs before it runs as root and with more ranks than cores; its releases differ in names.
-# Its ranks are not bound to cores either: asynccomm's are not, and the machine may have other work. Nor do they have huge
-# pages, which numpy asks the kernel for, and torch does not: another process reads these in half of the time.
+# Its ranks are not bound to cores either: asynccomm's are not, and the machine may have other work. Nor do they have
+# huge pages. numpy asks the kernel for these, and torch does not; another process reads them in half of the time.
 _ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
