@@ -26,6 +26,7 @@ def test_operations_that_mpi_has_not_are_refused_before_any_is_measured() -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux lists the pages")
+@pytest.mark.real_python  # numpy reads the environment when it is imported
 def test_the_memory_of_its_ranks_has_pages_as_that_of_torch_has() -> None:
     program = """
 import numpy
