@@ -76,8 +76,7 @@ async def test_a_collective_waits_from_the_end_of_the_one_before(comm: Comm, mon
         for work in works:
             assert (await work).tolist() == [2.0] * 4
         if own.rank == 0:
-            assert since[0] == works[0].started
-            assert since[1] > works[1].started + 2 * SHORT_WAIT_SECONDS
+            assert since[-1] > works[1].started + 2 * SHORT_WAIT_SECONDS
 
 
 def counting(function: Callable[..., Any], calls: list[bool]) -> Callable[..., Any]:
