@@ -611,6 +611,7 @@ class Driver:
         self.rounds = 0
         self.machine: list[tuple[float, dict[str, float]]] = []
         self._interrupted = False
+        self._over = False  # a rank has said that all have agreed on the end
 
     def interrupt(self, *_: object) -> None:
         """End the run soon. A handler of signals, which the second one ends at once.
@@ -651,7 +652,8 @@ class Driver:
         for rank in range(self._args.ranks):
             self.start(rank)
         last = 0.0
-        while any(not one.done for one in self._alive):
+        # a rank that is killed after all have agreed on the end is replaced in vain: no rank is left to add another
+        while any(not one.done and (one.samples or not self._over) for one in self._alive):
             whose: dict[object, Process] = {one.pipe: one for one in self._alive}
             whose |= {one.process.sentinel: one for one in self._alive}
             sentinels = [one.process.sentinel for one in self._alive]
@@ -714,6 +716,7 @@ class Driver:
             case "failed", [text]:
                 raise Failed(f"process {one.job.name}: {text}")
             case "done", [size]:
+                self._over = True
                 one.samples.append((time.monotonic(), size))
                 one.done = True
             case _:
