@@ -53,7 +53,8 @@ def new_comm(
         timeout: seconds or a timedelta (default 600), for connecting and then for each operation without a timeout of
             its own; ``math.inf``: no limit.
         store: the store for the rendezvous: None for the environment that launchers set (``env://``),
-            ``tcp://host:port``, ``file:///path``, an asynccomm store, or any ``torch.distributed.Store``.
+            ``tcp://host:port``, ``file:///path``, an asynccomm store, or any ``torch.distributed.Store`` (of a
+            TCPStore, the server is used, over connections of our own).
         rank, size: this process's rank and the number of ranks; None: from the store's URL, or RANK and WORLD_SIZE.
         alone: a comm of this process only, without a launcher or another process; its collectives copy. ``store``,
             ``rank`` and ``size`` are not given then. A script that may also run without a launcher says

@@ -16,6 +16,7 @@ import os
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Final, SupportsIndex, final
 from urllib.parse import SplitResult, parse_qs, urlsplit
@@ -174,17 +175,18 @@ async def _connect_given(store: Store, timeout: float) -> StoreSession:
     if server is None:
         return StoreSession(store)
     shared = await SharedClient.connect(server.host, server.port, timeout)
-    try:
-        # the prefixes of torch's store are its secret: the ranks agree on another one there
-        async with within(timeout):
-            room = await store.compare_set(NAMESPACE_KEY, "", secrets.token_hex(8)) if server.prefixed else b""
-    except BaseException as exc:
-        await shared.release()
-        if isinstance(exc, TimeoutError):
+    if not server.prefixed:
+        return StoreSession(shared.client, shared.release, given=store)
+    async with AsyncExitStack() as unless_agreed:
+        unless_agreed.push_async_callback(shared.release)
+        try:  # the prefixes of torch's store are its secret: the ranks agree on another one there
+            async with within(timeout):
+                room = await store.compare_set(NAMESPACE_KEY, "", secrets.token_hex(8))
+        except TimeoutError:
             address = f"{server.host}:{server.port}"
             raise RendezvousError(f"the client of the store at {address} was busy for {timeout:g} s") from None
-        raise
-    return StoreSession(shared.client.prefix(room.decode()) if room else shared.client, shared.release, given=store)
+        unless_agreed.pop_all()
+    return StoreSession(shared.client.prefix(room.decode()), shared.release, given=store)
 
 
 def _file_store(path: str, size: int) -> dist.FileStore:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -51,12 +53,15 @@ def frames(comm: Comm, peer: int, since: int) -> list[tuple[int, int]]:
     return found
 
 
-async def probed(comm: Comm) -> None:
-    """Have all ranks know that they can read each other's memory."""
-    tensor = torch.empty(1 << 18)
-    for _ in range(2):
-        await comm.all_to_all_single(torch.empty(1 << 18), tensor)
-        await comm.barrier()
+@asynccontextmanager
+async def probed(name: str = "own") -> AsyncIterator[Comm]:
+    """A new comm whose ranks all know that they can read each other's memory."""
+    async with new_comm("shm", name=name, timeout=30) as own:
+        tensor = torch.empty(1 << 18)
+        for _ in range(2):
+            await own.all_to_all_single(torch.empty(1 << 18), tensor)
+            await own.barrier()
+        yield own
 
 
 def values(round: int) -> Tensor:
@@ -85,8 +90,7 @@ def look_out(comm: Comm, number: int) -> None:
 async def test_a_waiting_receiver_reads_the_message(comm: Comm) -> None:
     lent = 0
     for round in range(8):
-        async with new_comm("shm", name=f"own {round}", timeout=30) as own:
-            await probed(own)
+        async with probed(f"own {round}") as own:
             for k in range(4):
                 await comm.barrier()
                 if own.rank == 1:
@@ -109,8 +113,7 @@ async def test_a_waiting_receiver_reads_the_message(comm: Comm) -> None:
 @pytest.mark.ranks(2)
 async def test_no_loan_without_room_for_the_message_itself(comm: Comm) -> None:
     """A receive that is posted is done, whichever way the sends go."""
-    async with new_comm("shm", name="own", timeout=30) as own:
-        await probed(own)
+    async with probed() as own:
         small, many = torch.arange(16.0), 10  # of 1 MiB, as many messages have room
         for _ in range(3):  # known to C by then
             if own.rank == 0:
@@ -148,8 +151,7 @@ async def test_no_loan_without_room_for_the_message_itself(comm: Comm) -> None:
 @pytest.mark.ranks(2)
 async def test_no_loan_beside_a_long_message(comm: Comm) -> None:
     """Whose data could go into the ring behind the loan, where a receiver in Python does not see them."""
-    async with new_comm("shm", name="own", timeout=30) as own:
-        await probed(own)
+    async with probed() as own:
         long, tensor = torch.arange(1_000_000.0), values(0)
         for _ in range(3):
             for each in (long, tensor):
@@ -176,8 +178,7 @@ async def test_no_loan_beside_a_long_message(comm: Comm) -> None:
 @pytest.mark.ranks(2)
 async def test_ranks_that_exchange_read_at_once(comm: Comm) -> None:
     lent = 0
-    async with new_comm("shm", name="own", timeout=30) as own:
-        await probed(own)
+    async with probed() as own:
         other = 1 - own.rank
         for round in range(ROUNDS):
             want_loans(own, other)
@@ -198,8 +199,7 @@ async def test_a_loan_that_nobody_takes_becomes_an_ordinary_message(comm: Comm) 
     """The receiver is awake, and does not receive."""
     withdrawn = 0
     for round in range(8):
-        async with new_comm("shm", name=f"own {round}", timeout=30) as own:
-            await probed(own)
+        async with probed(f"own {round}") as own:
             if own.rank == 1:
                 reader = link_to(own, 0).reader
                 want_loans(own, 0)
@@ -226,8 +226,7 @@ async def test_a_loan_that_nobody_takes_becomes_an_ordinary_message(comm: Comm) 
 async def test_python_leaves_a_loan_until_it_is_withdrawn(comm: Comm) -> None:
     withdrawn = 0
     for round in range(8):
-        async with new_comm("shm", name=f"own {round}", timeout=30) as own:
-            await probed(own)
+        async with probed(f"own {round}") as own:
             if own.rank == 1:
                 receive = own.recv(torch.empty(NUMEL), 0, timeout=20)  # an ordinary call
                 want_loans(own, 0)
@@ -247,8 +246,7 @@ async def test_python_leaves_a_loan_until_it_is_withdrawn(comm: Comm) -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["in the call", "posted"])
 async def test_a_loan_that_cannot_be_read_is_sent_in_frames(comm: Comm, early: bool) -> None:
     """Rank 0 lends by hand, and gives no address."""
-    async with new_comm("shm", name="own", timeout=30) as own:
-        await probed(own)
+    async with probed() as own:
         tensor = values(0)
         for _ in range(3):  # known to C by then, which also knows that it can read
             await (own.send(tensor, 1) if own.rank == 0 else own.recv(torch.empty(NUMEL), 0))
