@@ -166,7 +166,7 @@ async def test_the_root_does_not_look_for_ranks_that_are_about_to_connect(monkey
     async with job("aaaa") as found:
         found.channels[3].broadcast("main", {"a": 1})
         await until(lambda: found.members[0].heard, "the news")
-    assert not looked
+        assert not looked
 
 
 async def test_the_root_soon_misses_a_rank_that_never_connects() -> None:

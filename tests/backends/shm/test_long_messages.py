@@ -423,7 +423,12 @@ async def test_memory_that_cannot_be_read_is_sent(monkeypatch: pytest.MonkeyPatc
 async def test_a_reader_fails_with_the_comm_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     async with new_comm("shm", name="control") as control:
         comm = await new_comm("shm", name="fails", timeout=60, hints={"inline_bytes": "65536"})
-        for _ in range(2):  # so that the ranks know that they exchange messages, and whose memory can be read
+        segment: Any = link_of(comm, 1 - comm.rank)._segment
+        await comm.barrier()
+        segment.reads_all()
+        await comm.barrier()
+        assert segment.reads_all(), "both ranks have tried it"
+        for _ in range(2):  # so that the ranks know that they exchange messages
             receive = comm.recv(torch.empty(LONG, dtype=torch.uint8), 1 - comm.rank)
             await comm.send(values(0), 1 - comm.rank)
             await receive
