@@ -9,7 +9,7 @@
 enum { F32, F64, F16, BF16, I8, U8, I32, I64, DTYPES };
 enum { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, OPERATORS };
 
-/* Combine n elements of `count` sources, in their order, into `out`, which may be one of the first two; divide by
+/* Combine n elements of `count` sources, in their order, into `out`, which may be one of them; divide by
  * `divisor` if it is not 0. */
 typedef void Kernel(void *out, void *const *sources, int count, size_t n, int divisor);
 

@@ -2,6 +2,7 @@
  * task waits for: p2p.py. */
 #include "../../core/_work.h"
 #include "../_kernels.h"
+#include "_streams.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -38,6 +39,8 @@ typedef struct {
     Source *sources;
 } FrameReader;
 
+static const double SWITCH = 5e-6; /* seconds of a yield in which another thread had the core: they do not count as a wait */
+
 /* A wait in which nothing has moved for `seconds` is over, and so is one of STRETCHES times as long. */
 typedef struct {
     double seconds, until, end;
@@ -55,7 +58,11 @@ static int goes_on(Wait *wait, int moved)
     double now = monotonic();
     if (moved && now < wait->end) wait->until = now + wait->seconds;
     else if (now >= wait->until) return 0;
-    if (!moved) sched_yield(); /* the other rank may need this core */
+    if (!moved) {
+        sched_yield(); /* the other rank may need this core */
+        double took = monotonic() - now;
+        if (took > SWITCH) wait->until += took;
+    }
     return 1;
 }
 
@@ -499,9 +506,9 @@ static PyType_Spec spec = {"_frames.FrameReader", sizeof(FrameReader), 0, Py_TPF
 
 static PyMethodDef functions[] = {
     {"receive_message", receive_message, METH_VARARGS, NULL}, {"send_message", send_message, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL}};
+    {"move", core_move, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_frames", "Frames and messages, to and from their sockets.", -1, functions, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "_frames", "Frames, messages and long data, to and from their sockets.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__frames(void)
 {

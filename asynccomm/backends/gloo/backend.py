@@ -40,9 +40,11 @@ from asynccomm.backends.gloo.direct_calls import CarriedCollectives
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.goodbye import say_goodbye
+from asynccomm.backends.gloo.groups import LARGE, Groups
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
-from asynccomm.backends.gloo.torch_gloo import LARGE, GlooGroup, GlooGroups
+from asynccomm.backends.gloo.streams import MOST_RANKS, StreamGroup, StreamSockets, available
+from asynccomm.backends.gloo.torch_gloo import GlooGroup, GlooGroups
 from asynccomm.backends.gloo.windows import GlooWindow, WindowService
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.windows import LocalPart, ServedPart
@@ -61,6 +63,7 @@ CONNECT_SECONDS = 30.0  # limit for connecting once all ranks are there; a proce
 GOODBYE_SECONDS = 0.2  # time for the other ranks to close, too
 LINGER_SECONDS = 1.0  # time for the other ranks to receive the messages that were sent
 CLOSE_SECONDS = 5.0  # time for threads to see the end of an aborted group; they are daemons, so a miss costs a thread
+STREAM_CHANNELS = 1, 2  # of the endpoint: for small and for large transfers
 NAMED = 3  # messages in a warning
 CATCH_UP_SECONDS = 0.02  # time for gloo to deliver data that a rank sent before it failed
 REPORT_SECONDS = 1.0  # for a thread that has read such data to report it; on a busy machine it may not run at once
@@ -72,6 +75,8 @@ _HINTS: Mapping[str, str] = {
     "hostname": "address of the network interface to use (default: that of GLOO_SOCKET_IFNAME, loopback if all ranks "
     "are on one host, else the one that leads to the store)",
     "interface": "name of the network interface to use",
+    "streams": "1 to move long data in C over sockets of our own, where all ranks have the module in C; 0 to leave "
+    "it to gloo (default 1)",
     "gloo_threads": f"gloo threads that run collectives of {LARGE >> 20} MiB and more (default {GLOO_THREADS})",
 }
 
@@ -104,6 +109,7 @@ class GlooBackend(Backend):
         self.collectives: GlooCollectives = GlooCollectives(
             gloos, name, group.rank, group.size, self._frames, exchange, self._failed, self._not_started
         )
+        self._streams: list[StreamGroup] = []
         self._ending = threading.Lock()
         self._poisoned = False
         self._out_of_step = False  # a lane has not received all its data, and the comm is about to break
@@ -113,6 +119,8 @@ class GlooBackend(Backend):
         value = hints.get("gloo_threads", "1")
         if not value.isdecimal() or int(value) < 1:
             raise ValueError(f"hint 'gloo_threads' must be a positive integer, got {value!r}")
+        if hints.get("streams", "1") not in ("0", "1"):
+            raise ValueError(f"hint 'streams' must be 0 or 1, got {hints['streams']!r}")
         if "hostname" in hints and "interface" in hints:
             raise ValueError("hints 'hostname' and 'interface' exclude each other; give one")
 
@@ -160,17 +168,23 @@ class GlooBackend(Backend):
         """Listen for messages, on the network that gloo uses, and learn where the other ranks do."""
         rank, size, store = self._rank, self._size, context.store
         try:
-            endpoint = Endpoint(rank, size, address, f"asynccomm-gloo-{self._name}-messages")
+            streams = available() and size <= MOST_RANKS and context.hints.get("streams") != "0"
+            endpoint = Endpoint(rank, size, address, f"asynccomm-gloo-{self._name}-messages", streams=streams)
         except OSError as exc:
             error = f"gloo could not connect rank {rank} of comm {self._name!r}: no port for messages: {exc}"
             raise BackendError(error) from exc
         self._endpoint = endpoint
         self._p2p = p2p = PointToPoint(rank, size, endpoint, self._frames, self._on_error)
         self._frames.open(endpoint)
+        sockets = [StreamSockets(rank, size, endpoint, channel) for channel in STREAM_CHANNELS]
         await store.set(f"messages/{rank}", endpoint.contact.pack())
         contacts = await store.multi_get([f"messages/{peer}" for peer in range(size)], math.inf)
         listed = [Contact.unpack(contact) for contact in contacts]
         endpoint.start(listed, p2p.arrived, p2p.gone, p2p.settle, context.mailbox)
+        if all(contact.streams for contact in listed):
+            name = f"asynccomm-gloo-{self._name}-streams"
+            self._streams = [StreamGroup(rank, size, each, name) for each in sockets]
+            self.collectives.use(Groups(*self._streams))
 
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
@@ -272,6 +286,8 @@ class GlooBackend(Backend):
         self._close_messages()
         self._parcel_lane.join(CLOSE_SECONDS)
         self._parcel_lane.end()
+        for streams in self._streams:
+            streams.close(CLOSE_SECONDS)
         if self._windows is not None:
             self._windows.end()
             self._windows = None
@@ -314,6 +330,8 @@ class GlooBackend(Backend):
             if self._endpoint is not None:
                 self._endpoint.close()
             self._p2p.drop()
+            for streams in self._streams:
+                streams.abort()
             for gloo in self._gloos:
                 gloo.poison()
 

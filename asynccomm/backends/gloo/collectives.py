@@ -33,7 +33,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, final
 
-import torch
 from torch import Tensor
 
 from asynccomm.backends.base import Submission
@@ -43,6 +42,7 @@ from asynccomm.backends.gloo.carried import CarriedCall, CarriedMemory
 from asynccomm.backends.gloo.disputes import Dispute
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.frames import CarriedReduce, Frame, complete, equal_part, heading_of, is_carried, parcel_of
+from asynccomm.backends.gloo.groups import Groups
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.gloo.links import Buffer
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
@@ -118,6 +118,7 @@ class GlooCollectives:
         not_started: Callable[[Submission, Exception], object],
     ) -> None:
         self._gloos: GlooGroups | None = gloos
+        self._groups: Groups | None = gloos.transfers
         self._name = name
         self._rank = rank
         self._size = size
@@ -139,6 +140,10 @@ class GlooCollectives:
         self._without_frame: dict[int, Submission] = {}  # in flight, by place
         self._last_frame = -1  # the highest place with a frame
         self._alarms_ahead: set[int] = set()  # future places with an alarm from another rank
+
+    def use(self, groups: Groups) -> None:
+        """Move data by ``groups``, from the first collective on."""
+        self._groups = groups
 
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start the collectives of a batch. Under the comm's lock."""
@@ -219,7 +224,7 @@ class GlooCollectives:
         started = begun.started
         frame = Frame(self._rank, self._size)
         frame.fill_with(tensor, started.place, begun.number, kind.heading)
-        started.over = partial(self._waited_for, begun.began, over)
+        started.over = partial(self._waited_for, begun.began, tensor.nbytes, over)
         self._frame_exchange.go_on(frame, partial(self._exchanged, started, frame, kind, tensor, describe))
         self._frame_exchange.settle()
 
@@ -227,7 +232,9 @@ class GlooCollectives:
         """Go on with the only collective in flight, which ``carry_now`` has begun for ``submission``."""
         started = begun.started
         started.submission = submission
-        started.over = partial(self._waited_for, begun.began, self._in_flight.enter_alone(submission))
+        started.over = partial(
+            self._waited_for, begun.began, submission.nbytes, self._in_flight.enter_alone(submission)
+        )
         frame = Frame(self._rank, self._size)
         frame.fill(submission, started.place, started.heading)
         self._frame_exchange.go_on(frame, partial(self._announced, started, frame))
@@ -238,8 +245,8 @@ class GlooCollectives:
         """Whether no collective is in flight or waits. Under the comm's lock."""
         return self._in_flight.idle
 
-    def _waited_for(self, began: float, over: Over) -> None:
-        self._waited = waited(began)
+    def _waited_for(self, began: float, nbytes: int, over: Over) -> None:
+        self._waited = waited(began, nbytes)
         over()
 
     def _may_exchange(self) -> bool:
@@ -294,7 +301,7 @@ class GlooCollectives:
         self._in_flight.join(timeout)  # the threads that may be starting collectives are gloo's own
         self._alarms.close(timeout)
         held = self._using.acquire(timeout=timeout)
-        self._gloos = None
+        self._gloos = self._groups = None
         if held:
             self._using.release()
 
@@ -466,9 +473,9 @@ class GlooCollectives:
         conclude(delivery, submission)
 
     def _transfer(self, submission: Submission, over: Over) -> None:
-        """Hand the data of a collective to gloo."""
-        op, gloos = submission.op, self._gloos
-        if gloos is None:
+        """Hand the data of a collective to a group."""
+        op, gloos, groups = submission.op, self._gloos, self._groups
+        if gloos is None or groups is None:
             return
         if isinstance(op, Parcels):
             self._exchange.submit(gloos.small, op, submission, over)
@@ -476,13 +483,13 @@ class GlooCollectives:
         fail = partial(self._transfer_failed, submission)
         buffers = separated(submission, self._rank, OUT_OF_PLACE)
         if is_divided(submission):
-            lines = chains_of(gloos, op, buffers, self._rank, self._size)
+            lines = chains_of(groups, op, buffers, self._rank, self._size)
             run(lines, partial(_transferred, buffers.lands, over, fail), fail)
             return
-        work, finish = start(gloos.by_size(op.nbytes), op, buffers, self._size)
+        work, finish = start(groups.by_size(op.nbytes), op, buffers, self._size)
         steps = buffers.lands if finish is None else [finish, *buffers.lands]
 
-        def done(future: torch.futures.Future[object]) -> None:
+        def done(future: Any) -> None:
             _transferred([future.value, *steps], over, fail)
 
         work.get_future().add_done_callback(done)

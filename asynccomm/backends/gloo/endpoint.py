@@ -2,7 +2,7 @@
 
 Each rank listens on one port. Its first message to another rank, or its first receive from it, opens a connection to
 that rank (``links.py``), so the end of a rank shows as the end of a connection. The token that a connecting rank must
-show comes from the store.
+show comes from the store. Connections for another channel than messages are handed over (``streams.py``).
 
 Any thread may use the sockets, under a lock: a call writes as much as a socket takes, and a task that is about to wait
 reads for some time (``serve``). At all other times the event loop reads the sockets. A thread would need the GIL in
@@ -50,29 +50,36 @@ TOKEN_BYTES: Final = 16
 SHORTEST_PAUSE: Final = 5e-4  # seconds for the loop to use the sockets before the thread does: some turns of a loop
 LONGEST_PAUSE: Final = 4e-3  # the same after the loop was never late; as long as Python may take to pass on the GIL
 
-_HELLO: Final = struct.Struct(f"<{TOKEN_BYTES}sI")
+_HELLO: Final = struct.Struct(f"<{TOKEN_BYTES}sII")  # the token, the rank that connects, the channel
+MESSAGES: Final = 0  # the channel of messages
+_PLACE: Final = struct.Struct("<H?")  # of a contact: the port, and whether there are streams
 _log = logging.getLogger("asynccomm")
 
 
 @final
 class Contact:
-    """The place where a rank listens for messages, and its token, as they are in the store."""
+    """The place where a rank listens for messages, and its token, as they are in the store.
 
-    def __init__(self, address: str, port: int, token: bytes) -> None:
+    Attributes:
+        streams: whether the rank can move long data in C (``streams.py``).
+    """
+
+    def __init__(self, address: str, port: int, token: bytes, streams: bool = False) -> None:
         self.address = address
         self.port = port
         self.token = token
+        self.streams = streams
 
     def pack(self) -> bytes:
-        return self.token + struct.pack("<H", self.port) + self.address.encode()
+        return self.token + _PLACE.pack(self.port, self.streams) + self.address.encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
         """Raises: BackendError."""
-        if len(data) < TOKEN_BYTES + 3:
+        if len(data) <= TOKEN_BYTES + _PLACE.size:
             raise BackendError("the store has a corrupt address of a rank for messages")
-        port = struct.unpack_from("<H", data, TOKEN_BYTES)[0]
-        return cls(data[TOKEN_BYTES + 2 :].decode(errors="replace"), port, data[:TOKEN_BYTES])
+        port, streams = _PLACE.unpack_from(data, TOKEN_BYTES)
+        return cls(data[TOKEN_BYTES + _PLACE.size :].decode(errors="replace"), port, data[:TOKEN_BYTES], streams)
 
 
 @final
@@ -82,15 +89,16 @@ class Endpoint:
     Args:
         address: of the interface to listen on.
         name: of the thread.
+        streams: of the contact.
     """
 
-    def __init__(self, rank: int, size: int, address: str, name: str) -> None:
+    def __init__(self, rank: int, size: int, address: str, name: str, *, streams: bool = False) -> None:
         self._rank = rank
         self._size = size
         self._name = name
         self._sock = tcp_socket(address)
         self._sock.setblocking(False)
-        self.contact: Contact = Contact(address, self._sock.getsockname()[1], secrets.token_bytes(TOKEN_BYTES))
+        self.contact: Contact = Contact(address, self._sock.getsockname()[1], secrets.token_bytes(TOKEN_BYTES), streams)
         self._contacts: Sequence[Contact] = ()
         self.lock: threading.Lock = threading.Lock()  #: held while the sockets or the queues of messages are used
         self._arrived: Callable[[MessageLink, Header], object] = _unused
@@ -98,6 +106,8 @@ class Endpoint:
         self._settle: Callable[[], object] = _unused
         #: called ahead of each read of a link, under the lock: it may ``feed`` data that it has read itself
         self.before_read: Callable[[], object] = _unused
+        #: called with a rank and the socket of its connection for another channel, which blocks; on any thread
+        self.channels: dict[int, Callable[[int, socket.socket], object]] = {}
         self._links: dict[int, MessageLink] = {}  # by descriptor
         self._strangers: dict[MessageLink, float] = {}  # links without a token yet, with their deadlines
         self._outbound: dict[int, MessageLink] = {}  # by rank
@@ -231,7 +241,7 @@ class Endpoint:
         if error not in (0, errno.EINPROGRESS):
             self._end(link, OSError(error, os.strerror(error)))
             return None
-        link.put(_HELLO.pack(contact.token, self._rank))
+        link.put(_HELLO.pack(contact.token, self._rank, MESSAGES))
         self.flush(link)  # a connection within the host is there already
         return link
 
@@ -291,15 +301,30 @@ class Endpoint:
             self._read(link)
 
     def _admit(self, link: MessageLink, hello: bytes) -> None:
-        token, peer = _HELLO.unpack(hello)
+        token, peer, channel = _HELLO.unpack(hello)
         if not hmac.compare_digest(token, self.contact.token):
             self._refuse(link, "with a wrong token")
+        elif channel:
+            self._hand_over(link, peer, channel)
         elif peer >= self._size or peer in self._inbound:
             self._refuse(link, "of a rank that cannot be")
         else:
             del self._strangers[link]
             link.peer = peer
             self._inbound[peer] = link
+
+    def _hand_over(self, link: MessageLink, peer: int, channel: int) -> None:
+        """Pass the connection on to its channel. The peer sends nothing before it has the answer."""
+        adopt = self.channels.get(channel)
+        if adopt is None or peer >= self._rank or link.receiving:
+            self._refuse(link, "of a rank or for a channel that cannot be")
+            return
+        del self._strangers[link], self._links[link.fd]
+        self._inner.unregister(link.fd)
+        link.sock.setblocking(True)
+        with contextlib.suppress(OSError):  # the peer has gone, which the channel finds
+            link.sock.send(b"\1")
+        adopt(peer, link.sock)
 
     def _refuse(self, link: MessageLink, reason: str) -> None:
         if not self._refused:
@@ -384,6 +409,18 @@ class Endpoint:
             self._front.close()
 
     # -- from any thread -----------------------------------------------------------------------------------------------
+
+    def connect_channel(self, peer: int, channel: int, adopt: Callable[[socket.socket], object]) -> None:
+        """Connect a channel to ``peer``. Blocks, until the socket is shut down: ``adopt`` gets it at once.
+
+        The socket brings a byte when ``peer``, a higher rank, has accepted it. Raises: OSError.
+        """
+        contact = self._contacts[peer]
+        sock = socket.socket(socket.AF_INET6 if ":" in contact.address else socket.AF_INET, socket.SOCK_STREAM)
+        adopt(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.connect((contact.address, contact.port))
+        sock.sendall(_HELLO.pack(contact.token, self._rank, channel))
 
     def serve(self, until: float, done: Callable[[], bool]) -> None:
         """Serve the sockets on this thread until ``done``, or until the time ``until`` of ``time.perf_counter``."""

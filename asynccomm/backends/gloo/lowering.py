@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.gloo.reduction import brought, in_order, is_native, narrow_all, reduce_rows, rows_of
+from asynccomm.backends.gloo.groups import Group
+from asynccomm.backends.gloo.reduction import brought, in_order, narrow_all, reduce_rows, rows_of
 from asynccomm.backends.gloo.staging import Finish, collected, movable, place, room, spread
-from asynccomm.backends.gloo.torch_gloo import GlooGroup
 from asynccomm.backends.hazards import Buffers
 from asynccomm.ops import (
     AllGather,
@@ -40,7 +40,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 OUT_OF_PLACE: Final = frozenset({AllToAll, AllToAllSingle})
 
 
-def start(gloo: GlooGroup, op: Op, buffers: Buffers, size: int) -> tuple[Any, Finish | None]:
+def start(gloo: Group, op: Op, buffers: Buffers, size: int) -> tuple[Any, Finish | None]:
     """Start a collective of one tensor, or of one for each rank; returns gloo's work and the step after it, if any.
 
     ``packing.py`` starts operations that are divided otherwise.
@@ -96,9 +96,9 @@ def _places(outputs: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
 
 
 def _all_reduce(
-    gloo: GlooGroup, tensor: Tensor, output: Tensor, reduction: ReduceOp, size: int
+    gloo: Group, tensor: Tensor, output: Tensor, reduction: ReduceOp, size: int
 ) -> tuple[Any, Finish | None]:
-    if tensor is output and is_native(tensor.dtype, reduction) and arithmetic.is_plain(tensor):
+    if tensor is output and gloo.is_native(tensor.dtype, reduction) and arithmetic.is_plain(tensor):
         # the usual case, with as little Python as possible: after a large operation none of it is in the caches
         return gloo.all_reduce(tensor, reduction), None
     wide = in_order(brought(tensor, output, reduction), reduction)
@@ -107,7 +107,7 @@ def _all_reduce(
 
 
 def _reduce_scatter(
-    gloo: GlooGroup, inputs: Sequence[Tensor], output: Tensor, reduction: ReduceOp, size: int
+    gloo: Group, inputs: Sequence[Tensor], output: Tensor, reduction: ReduceOp, size: int
 ) -> tuple[Any, Finish]:
     rows = rows_of(inputs, reduction)
     received = room(rows.numel())
@@ -116,7 +116,7 @@ def _reduce_scatter(
 
 
 def _all_to_all(
-    gloo: GlooGroup, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllToAll
+    gloo: Group, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllToAll
 ) -> tuple[Any, Finish | None]:
     data, finish = spread(outputs)
     itemsize = op.dtype.itemsize

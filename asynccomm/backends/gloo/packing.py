@@ -16,9 +16,9 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
+from asynccomm.backends.gloo.groups import Groups
 from asynccomm.backends.gloo.reduction import (
     gather_rows,
-    is_native,
     narrow_all,
     reduce_rows,
     row_bytes,
@@ -27,7 +27,6 @@ from asynccomm.backends.gloo.reduction import (
     widened_bytes,
 )
 from asynccomm.backends.gloo.staging import Finish, pack, room, unpack
-from asynccomm.backends.gloo.torch_gloo import GlooGroups
 from asynccomm.backends.gloo.transfers import Transfer
 from asynccomm.backends.hazards import Buffers
 from asynccomm.backends.regions import adjoining
@@ -72,7 +71,7 @@ def is_divided(submission: Submission) -> bool:
             return False
 
 
-def chains_of(gloos: GlooGroups, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:
+def chains_of(gloos: Groups, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:
     """The transfers of an operation that has a ``layout``, in chains, each run by one gloo group."""
     inputs, outputs = buffers.inputs, buffers.outputs
     match op:
@@ -97,7 +96,7 @@ class _TransferChains:
         late: whether the transfer may be filled right before it starts, and so must be in that chain whatever its size.
     """
 
-    def __init__(self, gloos: GlooGroups, lengths: Sequence[int], late: Sequence[bool]) -> None:
+    def __init__(self, gloos: Groups, lengths: Sequence[int], late: Sequence[bool]) -> None:
         self._small = gloos.small
         self._lengths = lengths
         pairs = zip(lengths, late, strict=True)
@@ -126,20 +125,20 @@ class _TransferChains:
         return [self._line, *self._alone] if self._line else self._alone
 
 
-def _all_reduce(
-    gloos: GlooGroups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllReduce, size: int
-) -> Lines:
+def _all_reduce(gloos: Groups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllReduce, size: int) -> Lines:
     dtype, reduction = op.dtype, op.reduction
-    direct, wide = is_native(dtype, reduction), wide_dtype(dtype, reduction)
+    direct = gloos.small.is_native(dtype, reduction)
+    wide = dtype if direct else wide_dtype(dtype, reduction)
     groups = groups_of([tensor.nbytes for tensor in outputs])
-    lengths = [widened_bytes(dtype, reduction, sum([outputs[i].numel() for i in group])) for group in groups]
+    numels = [sum([outputs[i].numel() for i in group]) for group in groups]
+    lengths = [n * dtype.itemsize if direct else widened_bytes(dtype, reduction, n) for n in numels]
     lines = _TransferChains(gloos, lengths, [not direct or len(group) > 1 for group in groups])
     for i, group in enumerate(groups):
         sources, targets = [inputs[j] for j in group], [outputs[j] for j in group]
         fill: Finish | None = None
         if direct and len(group) == 1 and _same(sources[0], targets[0]):  # gloo reduces in the input's own memory
             values = arithmetic.resolved(sources[0])
-            finish: Finish = partial(narrow_all, values, targets, reduction, size)
+            finish: Finish | None = None
         else:
             memory = lines.memory(i, "sums")
             values = memory.view(wide)
@@ -153,7 +152,7 @@ def _all_reduce(
     return lines.all()
 
 
-def _broadcast(gloos: GlooGroups, tensors: Sequence[Tensor], root: int, rank: int) -> Lines:
+def _broadcast(gloos: Groups, tensors: Sequence[Tensor], root: int, rank: int) -> Lines:
     sizes = [tensor.nbytes for tensor in tensors]
     groups = groups_of(sizes)
     lines = _TransferChains(
@@ -173,7 +172,7 @@ def _broadcast(gloos: GlooGroups, tensors: Sequence[Tensor], root: int, rank: in
     return lines.all()
 
 
-def _all_gather(gloos: GlooGroups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int) -> Lines:
+def _all_gather(gloos: Groups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int) -> Lines:
     k = len(inputs)
     shares = [outputs[r * k : r * k + k] for r in range(size)]
     sizes = [[tensor.nbytes for tensor in share] for share in shares]
@@ -245,7 +244,7 @@ def _gather_one_by_one(
 
 
 def _reduce_scatter(
-    gloos: GlooGroups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: ReduceScatter, rank: int, size: int
+    gloos: Groups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: ReduceScatter, rank: int, size: int
 ) -> Lines:
     k, reduction, dtype = len(outputs), op.reduction, op.dtype
     numels = [[tensor.numel() for tensor in inputs[r * k : r * k + k]] for r in range(size)]

@@ -21,20 +21,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from asynccomm.backends.gloo.groups import Groups
+from asynccomm.backends.gloo.reduction import is_native
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 FOREVER = timedelta(days=30)  # gloo's own timeouts must never fire: the comm has deadlines
 POISON_TAG = 2**31 - 1  # above MAX_TAG, so no message uses it
 ALARM_TAG = 2**31 - 2  # above MAX_TAG, for alarms
 GOODBYE_TAG = 2**31 - 3  # above MAX_TAG, for the messages of closing ranks
-
-LARGE: Final = 4 << 20  # bytes: two gloo threads are as fast as one (bench/collectives.py, 2 ranks on 2 cores)
 
 _OPS = {
     RedOpType.SUM: dist.ReduceOp.SUM,
@@ -105,6 +105,10 @@ class GlooGroup:
         self._messages: set[GlooRequest] = set()
         self._all_gather_single = getattr(self._pg, "all_gather_single", None) or self._pg._allgather_base
         self._all_to_all_single = getattr(self._pg, "all_to_all_single", None) or self._pg.alltoall_base
+
+    def is_native(self, dtype: torch.dtype, reduction: ReduceOp) -> bool:
+        """See ``groups.Group``."""
+        return is_native(dtype, reduction)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, bools: bool = False) -> Any:
         options = dist.AllreduceOptions()
@@ -178,6 +182,7 @@ class GlooGroups(NamedTuple):
     small: GlooGroup
     large: GlooGroup
 
-    def by_size(self, nbytes: int) -> GlooGroup:
-        """The group for a transfer of ``nbytes``, which must be equal on all ranks, so that all use the same group."""
-        return self.large if nbytes >= LARGE else self.small
+    @property
+    def transfers(self) -> Groups:
+        """The groups that move data."""
+        return Groups(self.small, self.large)

@@ -87,6 +87,11 @@ _WAYS: Final[Mapping[type[Op], Callable[[HostPlacement, Submission], OpPlan]]] =
 }
 
 
+# The ranks of a host wait for the network most of the time, and threads that spin meanwhile take cores from the
+# sockets: 16 MiB took 25 % longer (bench/hosts.py, 4 ranks on 2 cores).
+_LANES: Final[Mapping[str, str]] = {"thread_spin_us": "20"}
+
+
 @final
 class HierarchicalBackend(Backend):
     """One rank of a comm on several hosts.
@@ -147,8 +152,8 @@ class HierarchicalBackend(Backend):
         mine = next(ranks for ranks in tried if rank in ranks)
         connected: list[Backend] = []
 
-        async def join(backend: type[B], name: str, ranks: Sequence[int]) -> B:
-            made = await backend.connect(_among(context, backend, name, ranks))
+        async def join(backend: type[B], name: str, ranks: Sequence[int], hints: Mapping[str, str] = {}) -> B:
+            made = await backend.connect(_among(context, backend, name, ranks, hints))
             connected.append(made)
             return made
 
@@ -157,9 +162,9 @@ class HierarchicalBackend(Backend):
             problem = ""
             all_here = len(mine) == context.group.size
             if all_here or len(mine) > 1:
-                ways = ("up",) if all_here else ("up", "down")
+                ways, ours = (("up",), {}) if all_here else (("up", "down"), _LANES)
                 try:
-                    inside = [await join(ShmBackend, f"{way} {mine[0]}", mine) for way in ways]
+                    inside = [await join(ShmBackend, f"{way} {mine[0]}", mine, ours) for way in ways]
                 except UnsuitableError as exc:
                     inside, problem = [], str(exc)
             where = HostPlacement(rank, await locality.agreed(context, tried, problem))
@@ -278,8 +283,10 @@ class HierarchicalBackend(Backend):
             backend.close_at_exit()
 
 
-def _among(context: BackendContext, backend: type[Backend], name: str, ranks: Sequence[int]) -> BackendContext:
-    """The context of ``backend`` among ``ranks`` of the comm, which this rank belongs to."""
+def _among(
+    context: BackendContext, backend: type[Backend], name: str, ranks: Sequence[int], hints: Mapping[str, str] = {}
+) -> BackendContext:
+    """The context of ``backend`` among ``ranks`` of the comm, which this rank belongs to; ``hints``: its defaults."""
     group, on_error = context.group, context.on_error
 
     def failed(error: BrokenError) -> object:
@@ -291,7 +298,7 @@ def _among(context: BackendContext, backend: type[Backend], name: str, ranks: Se
         members=[context.members[rank] for rank in ranks],
         store=context.store.prefix(name),
         on_error=failed,
-        hints=own_hints(backend, context.hints),
+        hints={**hints, **own_hints(backend, context.hints)},
         announcements=None,
         alternatives=False,
     )

@@ -31,7 +31,7 @@ from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.validation import counts_of
 
 SMALL: Final = 512 << 10  # bytes up to which the leaders reduce for their hosts
-PIECE: Final = 8 << 20  # bytes of a piece
+PIECE: Final = 32 << 20  # bytes of a piece
 
 WITHOUT_FACTOR: Final = {  # the reductions between the steps that multiply and divide
     RedOpType.AVG: ReduceOp.SUM,

@@ -27,12 +27,7 @@ from asynccomm.backends.shm.arena import arena
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
-from asynccomm.backends.shm.settings import (
-    HINTS,
-    Settings,
-    spin_seconds,
-    yield_seconds,
-)
+from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds, thread_spin_seconds, yield_seconds
 from asynccomm.backends.shm.windows import ShmWindow, WindowPace
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError
@@ -80,7 +75,7 @@ class ShmBackend(Backend):
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
         Settings.of(hints)
-        spin_seconds(hints, 1)
+        thread_spin_seconds(hints, spin_seconds(hints, 2))
         yield_seconds(hints)
 
     @classmethod
@@ -101,8 +96,8 @@ class ShmBackend(Backend):
             unless_connected.callback(os.close, bell)
             mapping = await bootstrap_segment(context, settings.as_dict(), layout, (bell, worker.bell), memory)
             unless_connected.callback(mapping.close)
-            stretch = yield_seconds(context.hints)
-            engine = Engine(context, layout, settings, mapping, worker, patience, stretch)
+            pauses = thread_spin_seconds(context.hints, patience), yield_seconds(context.hints)
+            engine = Engine(context, layout, settings, mapping, worker, patience, *pauses)
             backend = cls(context, engine, mapping, worker, bell)
             unless_connected.pop_all()
             return backend

@@ -51,7 +51,6 @@ from asynccomm.ops import Op
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive, so that the loop's other tasks do not starve
 CATCH_UP_SECONDS: Final = 0.02  # of CPU time at most, to finish earlier operations when another rank has failed
-AWAKE: Final = 4  # spin budgets of the progress thread before it sleeps: with one, 64 MiB take 8 % longer
 SPIN_SECONDS: Final = 2e-5  # of a spin in the executor in C, which sees only its own run
 LOCK_SECONDS: Final = 1.0  # to wait for the lock; its holder may have been preempted in the middle of a step
 
@@ -63,6 +62,7 @@ class Engine:
     Args:
         settings: sizes, the same on all ranks.
         patience: the spin budget: seconds to spin for a late peer before sleeping.
+        thread_patience: the same for the progress thread.
         stretch: seconds of driving after which the progress thread yields its core.
     """
 
@@ -74,12 +74,15 @@ class Engine:
         mapping: PeerMapping,
         worker: ProgressThread,
         patience: float,
+        thread_patience: float,
         stretch: float,
     ) -> None:
         group = context.group
         words = mapping.segment.words
         fence = Fence()
         self.patience = patience
+        self.awake: float = min(patience, thread_patience)  #: for the thread while it drives several engines
+        self._thread_patience = thread_patience
         self.stretch = stretch
         self._loop = context.mailbox.loop
         self._on_error = context.on_error
@@ -435,7 +438,7 @@ class Engine:
         if self._failing:
             return NO_WAIT
         events = -1 if self._gone else self._worker.events_of(self)  # C does not know that a rank has left
-        return Pace(AWAKE * self.patience, self.stretch, events)
+        return Pace(self._thread_patience, self.stretch, events)
 
     def interrupt(self) -> None:
         """Make a turn in progress return soon. From any thread."""

@@ -46,7 +46,7 @@ class ProgressResult(Enum):
 class Progressed(Protocol):
     """An engine that the progress thread drives, until a turn is OVER."""
 
-    patience: float  #: the spin budget: seconds to spin for other ranks before sleeping
+    awake: float  #: seconds to spin for other ranks before sleeping
     stretch: float  #: seconds of driving after which the thread yields its core
 
     def turn(self) -> ProgressResult:
@@ -144,7 +144,7 @@ class ProgressThread:
             if driven:
                 now = time.perf_counter()
                 if not awake_until:
-                    awake_until = now + max(each.patience for each in driven)
+                    awake_until = now + max(each.awake for each in driven)
                 if now < awake_until:
                     self._look(0)  # releases the GIL
                     os.sched_yield()  # the late peer may need this core

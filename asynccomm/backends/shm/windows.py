@@ -91,7 +91,8 @@ class ShmWindow(BackendWindow):
         self._sleeping = threading.Lock()  # held while bells are armed
         self._fence = Fence()
         self._bell = mapping.bells[rank][Bell.LOOP]
-        self._inline_bytes, self.patience = pace
+        self._inline_bytes, self._patience = pace
+        self.awake: float = self._patience  #: for the progress thread
         self.stretch = math.inf  #: for the progress thread: a look does not take long
         self._lane = OrderedExecutor(f"asynccomm-window-{layout.window.number}", 1)
         self._queued = 0  # jobs of the lane that are not done
@@ -287,11 +288,11 @@ class ShmWindow(BackendWindow):
         self.look()
 
     def before_await(self, work: Work[Any]) -> None:
-        if isinstance(work.op, WindowWait) and self.patience and self._waits.waited <= SHORT_WAIT_SECONDS:
+        if isinstance(work.op, WindowWait) and self._patience and self._waits.waited <= SHORT_WAIT_SECONDS:
             self._spin(work)
 
     def _spin(self, work: Work[Any]) -> bool:
-        until = time.perf_counter() + self.patience
+        until = time.perf_counter() + self._patience
         while not work.done():
             if time.perf_counter() > until:
                 return False
@@ -300,7 +301,7 @@ class ShmWindow(BackendWindow):
         return True
 
     def before_block(self, work: Work[Any]) -> None:
-        if not isinstance(work.op, WindowWait) or (self.patience and self._spin(work)):
+        if not isinstance(work.op, WindowWait) or (self._patience and self._spin(work)):
             return
         self._blocked.add(work)
         self.look()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, CollectiveMismatchError, Comm, ReduceOp, Work, new_comm
-from asynccomm.backends.gloo.torch_gloo import LARGE
+from asynccomm.backends.gloo.groups import LARGE
 from tests.sampling import some
 from tests.waiting import until
 

@@ -19,7 +19,7 @@ from asynccomm.backends.gloo import collectives as gloo_collectives
 from asynccomm.backends.gloo import lowering
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
-from asynccomm.backends.gloo.torch_gloo import LARGE
+from asynccomm.backends.gloo.groups import LARGE
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import AllGather, AllReduce, Barrier, Broadcast, Call, Op, Parcel, Parcels, Recv, Send
 from tests.sampling import some
@@ -503,22 +503,22 @@ async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(
             patch.setattr(lowering, "narrow_all", broken)
         calls = [
             AllReduce.of_several(group, vector, ReduceOp.SUM),
-            AllReduce.of(group, half, ReduceOp.SUM),
+            AllReduce.of(group, half, ReduceOp.AVG),
             Broadcast.of(group, tensor, 0),
         ]
         if one.rank == 0:
             works = [one._submitter.submit_together(calls, None, None, None)]
-            works += [one.all_reduce(half), one.all_reduce(torch.ones(1))]
+            works += [one.all_reduce(half, op=ReduceOp.AVG), one.all_reduce(torch.ones(1))]
             assert waiting_in(one) == 2
             await comm.barrier()
             for work in works:
-                with pytest.raises(BackendError, match=r"gloo failed in all_reduce\(bfloat16\[600000\], SUM\): no"):
+                with pytest.raises(BackendError, match=r"gloo failed in all_reduce\(bfloat16\[600000\], AVG\): no"):
                     await work
         else:
             await comm.barrier()  # nothing of the other's can be done before
             with pytest.raises(BrokenError, match="no luck"):
                 await one._submitter.submit_together(calls, None, None, None)
-                await one.all_reduce(half)
+                await one.all_reduce(half, op=ReduceOp.AVG)
 
 
 @TWO_RANKS

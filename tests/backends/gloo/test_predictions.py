@@ -106,6 +106,9 @@ class FakeGloo:
 
         return call
 
+    def is_native(self, *_: object) -> bool:
+        return True
+
     def poison(self) -> None:
         self.poisoned = True
         for _, work, _ in self.messages:

@@ -157,13 +157,13 @@ async def test_a_loop_that_is_blocked_is_served_and_a_thread_waits_for_ranks_els
 async def test_windows_leave_no_descriptor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     async with comm_on(monkeypatch, "aab") as comm:
         counts = []
-        for _ in range(4):
+        for _ in range(6):
             async with await comm.window(1 << 13) as window:
                 await window.put(torch.ones(1), (comm.rank + 1) % 3)
             del window
             gc.collect()
             counts.append(len(os.listdir("/proc/self/fd")))
-        assert counts[3] <= counts[1], counts  # others may have closed meanwhile
+        assert counts[5] <= counts[4], counts  # others may have closed meanwhile
 
 
 @pytest.mark.ranks(3)

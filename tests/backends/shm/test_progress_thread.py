@@ -24,9 +24,9 @@ class Script:
     """Takes the turns it was told to; then it is stuck, until it is told more."""
 
     def __init__(
-        self, *turns: ProgressResult, patience: float = 0.0, stretch: float = math.inf, others: Sequence[int] = ()
+        self, *turns: ProgressResult, awake: float = 0.0, stretch: float = math.inf, others: Sequence[int] = ()
     ) -> None:
-        self.patience = patience
+        self.awake = awake
         self.stretch = stretch
         self.others = others  # processors that the workers of other ranks are awake on
         self.places: list[int] = []

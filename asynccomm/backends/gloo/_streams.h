@@ -1,0 +1,7 @@
+/* Collectives over sockets of their own: _streams.c. */
+#ifndef ASYNCCOMM_STREAMS_H
+#define ASYNCCOMM_STREAMS_H
+
+PyObject *core_move(PyObject *module, PyObject *args);
+
+#endif

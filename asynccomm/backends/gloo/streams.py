@@ -1,0 +1,345 @@
+"""Collectives of long data over sockets of our own, moved in C (``_streams.c``) by a thread that does not need the GIL.
+
+Each rank has a **share** of the data. It reduces the others' contributions to its share as they arrive, and passes the
+result on: as many bytes as on a ring, in two steps in place of one for each rank. So is a broadcast: the root hands a
+share to each rank, which passes it on. gloo's threads need two to four times as long
+(bench/README.md).
+
+The sockets are opened by the first collective, through the port for messages (``endpoint.py``): each rank connects to
+those with higher numbers. A group carries out its collectives one after the other. When the group ends, or a socket
+does, all collectives in progress fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends.gloo.endpoint import Endpoint
+from asynccomm.backends.kernels import DTYPES, OPERATORS
+from asynccomm.backends.ordered_executor import OrderedExecutor
+from asynccomm.core.native import CoreUnavailable, load
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
+
+MOST_RANKS: Final = 32  # each rank has a socket to every other
+
+_core: Final[Any] = load("asynccomm.backends.gloo._frames")
+_SEGMENTS: Final = struct.Struct("<8Q")  # address and bytes of what is sent first and second, and received
+_NOTHING: Final = 0, 0
+_BOOLS: Final = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}  # on 0 and 1
+
+Segment = tuple[int, int]  # address and bytes
+
+
+def available() -> bool:
+    """Whether this rank has the streams: the module in C."""
+    return not isinstance(_core, CoreUnavailable)
+
+
+@final
+class StreamWork:
+    """A collective of a group, and its future, as gloo's and torch's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callback: Callable[[StreamWork], object] | None = None
+        self._over = False
+        self._error: Exception | None = None
+
+    def get_future(self) -> StreamWork:
+        return self
+
+    def value(self) -> None:
+        """Raises: RuntimeError if the collective has failed."""
+        if self._error is not None:
+            raise self._error
+
+    def add_done_callback(self, callback: Callable[[StreamWork], object]) -> None:
+        """Have ``callback`` called at the end: on the thread of the group, or here if the collective is over."""
+        with self._lock:
+            if not self._over:
+                self._callback = callback
+                return
+        callback(self)
+
+    def end(self, error: Exception | None) -> None:
+        """End the collective. Once."""
+        with self._lock:
+            self._over, self._error = True, error
+            callback, self._callback = self._callback, None
+        if callback is not None:
+            callback(self)
+
+
+@final
+class _Plan:
+    """The segments of one rank in a collective, by peer.
+
+    Args:
+        tensors: kept until the end.
+    """
+
+    def __init__(self, rank: int, size: int, *tensors: Tensor) -> None:
+        self.first_sends: list[Segment] = [_NOTHING] * size
+        self.second_sends: list[Segment] = [_NOTHING] * size
+        self.first_receives: list[Segment] = [_NOTHING] * size
+        self.second_receives: list[Segment] = [_NOTHING] * size
+        self.tensors = tensors
+        self.copy: tuple[int, int, int] | None = None  # target, source and bytes on this rank
+        self._rank = rank
+        self._size = size
+        self._share: tuple[int, ...] = (0, 0, 0, 0, -1, -1, 0)  # the last arguments of ``move``
+
+    def reduces(self, share: Segment, kernel: tuple[int, int]) -> None:
+        """Reduce what is received first, and ``share`` in place."""
+        address, nbytes = share
+        self._share = (self._rank, address, nbytes, 0, -1, *kernel)
+
+    def relays(self, giver: int) -> None:
+        """Send, as the second segments, what is received first from ``giver``."""
+        self._share = (0, 0, 0, 0, giver - (giver > self._rank), -1, 0)
+
+    def gives(self, nbytes: int) -> None:
+        """Send second segments of ``nbytes`` that are there from the start."""
+        self._share = (0, 0, 0, nbytes, -1, -1, 0)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of ``move`` behind the descriptors."""
+        packed = [
+            _SEGMENTS.pack(
+                *self.first_sends[peer],
+                *self.second_sends[peer],
+                *self.first_receives[peer],
+                *self.second_receives[peer],
+            )
+            for peer in range(self._size)
+            if peer != self._rank
+        ]
+        return b"".join(packed), *self._share
+
+
+@final
+class StreamSockets:
+    """The sockets between this rank and all others, for one group.
+
+    Args:
+        channel: the number of the group.
+    """
+
+    def __init__(self, rank: int, size: int, endpoint: Endpoint, channel: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._endpoint = endpoint
+        self._channel = channel
+        self._sockets: dict[int, socket.socket] = {}  # by peer
+        self._changed = threading.Condition()  # guards the fields
+        self._ended = False
+        self._descriptors: list[int] | None = None
+        endpoint.channels[channel] = self._adopt
+
+    def descriptors(self) -> list[int]:
+        """One for each other rank, in the order of ranks. Blocks until all are connected. Raises: OSError."""
+        if self._descriptors is None:
+            peers = range(self._rank + 1, self._size)
+            for peer in peers:
+                self._endpoint.connect_channel(peer, self._channel, partial(self._adopt, peer))
+            for peer in peers:
+                if not self._sockets[peer].recv(1):  # the peer has found the token right
+                    raise ConnectionResetError(f"rank {peer} has refused a connection")
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or len(self._sockets) == self._size - 1)
+                if self._ended:
+                    raise ConnectionAbortedError("the group has ended")
+                self._descriptors = [self._sockets[peer].fileno() for peer in sorted(self._sockets)]
+        return self._descriptors
+
+    def _adopt(self, peer: int, sock: socket.socket) -> None:
+        """Use ``sock``, which blocks, for ``peer``. From any thread."""
+        with self._changed:
+            if self._ended or peer in self._sockets:
+                sock.close()
+                return
+            self._sockets[peer] = sock
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Have all calls fail, on this rank and on the others. From any thread, more than once."""
+        with self._changed:
+            self._ended = True
+            for sock in self._sockets.values():
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue  # the peer has closed it
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """After ``end``, and after the last use: free the descriptors."""
+        with self._changed:
+            for sock in self._sockets.values():
+                sock.close()
+            self._sockets.clear()
+
+
+@final
+class StreamGroup:
+    """``groups.Group`` over sockets of our own.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, rank: int, size: int, sockets: StreamSockets, name: str) -> None:
+        self._rank = rank
+        self._size = size
+        self._sockets = sockets
+        self._jobs = OrderedExecutor(name, 1)
+        self._problem: Exception | None = None  # the first failure: the data behind it is lost
+
+    def is_native(self, dtype: torch.dtype, reduction: ReduceOp) -> bool:
+        """See ``groups.Group``."""
+        return dtype in DTYPES and reduction.type not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, bools: bool = False) -> StreamWork:
+        plan, parts = self._reduced(tensor, op, bools)
+        for peer, part in enumerate(parts):
+            if peer != self._rank:
+                plan.second_sends[peer], plan.second_receives[peer] = parts[self._rank], part
+        return self._start(plan)
+
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp, *, bools: bool = False) -> StreamWork:
+        plan, parts = self._reduced(tensor, op, bools)
+        if self._rank == root:
+            plan.second_receives = [part if peer != root else _NOTHING for peer, part in enumerate(parts)]
+        else:
+            plan.second_sends[root] = parts[self._rank]
+        return self._start(plan)
+
+    def _reduced(self, tensor: Tensor, op: ReduceOp, bools: bool) -> tuple[_Plan, list[Segment]]:
+        """A plan in which each rank reduces its part of ``tensor``, and all parts."""
+        parts = self._parts(tensor)
+        plan = _Plan(self._rank, self._size, tensor)
+        mine = parts[self._rank]
+        for peer, part in enumerate(parts):
+            if peer != self._rank:
+                plan.first_sends[peer], plan.first_receives[peer] = part, (0, mine[1])
+        kind = _BOOLS.get(op.type, op.type) if bools else op.type
+        plan.reduces(mine, (DTYPES.index(tensor.dtype), OPERATORS[kind]))
+        return plan, parts
+
+    def _parts(self, tensor: Tensor) -> list[Segment]:
+        """The parts of ``tensor``, of as many elements as possible, one for each rank."""
+        n, item, size, address = tensor.numel(), tensor.itemsize, self._size, tensor.data_ptr()
+        ends = [n * k // size * item for k in range(size + 1)]
+        return [(address + start, end - start) for start, end in pairwise(ends)]
+
+    def broadcast(self, tensor: Tensor, root: int) -> StreamWork:
+        rank, parts = self._rank, self._parts(tensor)
+        plan = _Plan(rank, self._size, tensor)
+        if rank == root:
+            plan.gives(parts[root][1])
+            plan.first_sends = list(parts)
+            plan.second_sends = [parts[root]] * self._size
+            return self._start(plan)
+        plan.relays(root)
+        plan.first_receives[root], plan.second_receives[root] = parts[rank], parts[root]
+        for peer, part in enumerate(parts):
+            if peer not in (rank, root):
+                plan.second_sends[peer], plan.second_receives[peer] = parts[rank], part
+        return self._start(plan)
+
+    def all_gather(self, outputs: list[Tensor], input: Tensor) -> StreamWork:
+        return self._exchange([_segment(input)] * self._size, [_segment(output) for output in outputs], input, *outputs)
+
+    def all_gather_single(self, output: Tensor, input: Tensor) -> StreamWork:
+        return self._exchange([_segment(input)] * self._size, self._chunks(output), input, output)
+
+    def gather(self, outputs: list[Tensor], input: Tensor, root: int) -> StreamWork:
+        gives = self._at(root, _segment(input))
+        return self._exchange(gives, [_segment(output) for output in outputs] or self._at(), input, *outputs)
+
+    def scatter(self, output: Tensor, inputs: list[Tensor], root: int) -> StreamWork:
+        gives = [_segment(input) for input in inputs] or self._at()
+        return self._exchange(gives, self._at(root, _segment(output)), output, *inputs)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, receives: Sequence[int] = (), sends: Sequence[int] = ()
+    ) -> StreamWork:
+        return self._exchange(self._chunks(input, sends), self._chunks(output, receives), input, output)
+
+    def barrier(self) -> StreamWork:
+        data = torch.zeros(self._size + 1, dtype=torch.uint8, device="cpu")
+        parts = self._chunks(data[: self._size])
+        return self._exchange([(data.data_ptr() + self._size, 1)] * self._size, parts, data)
+
+    def _at(self, peer: int = -1, segment: Segment = _NOTHING) -> list[Segment]:
+        """``segment`` for ``peer``, and nothing for all others."""
+        return [segment if each == peer else _NOTHING for each in range(self._size)]
+
+    def _chunks(self, tensor: Tensor, numels: Sequence[int] = ()) -> list[Segment]:
+        """The memory of ``tensor``, in chunks of ``numels`` elements, or in equal ones."""
+        item, address = tensor.itemsize, tensor.data_ptr()
+        chunks: list[Segment] = []
+        for numel in numels or [tensor.numel() // self._size] * self._size:
+            chunks.append((address, numel * item))
+            address += numel * item
+        return chunks
+
+    def _exchange(self, gives: list[Segment], takes: list[Segment], *tensors: Tensor) -> StreamWork:
+        """Send ``gives`` and receive ``takes``, by rank."""
+        rank = self._rank
+        plan = _Plan(rank, self._size, *tensors)
+        plan.first_sends, plan.first_receives = gives, takes
+        (source, _), (target, nbytes) = gives[rank], takes[rank]
+        if source != target:
+            plan.copy = target, source, nbytes
+        return self._start(plan)
+
+    def _start(self, plan: _Plan) -> StreamWork:
+        work = StreamWork()
+        self._jobs.put(0, partial(self._carry_out, plan, work))
+        return work
+
+    def _carry_out(self, plan: _Plan, work: StreamWork) -> None:
+        """On the thread."""
+        if self._problem is None:
+            try:
+                self._move(plan)
+            except Exception as exc:
+                self._problem = exc
+        plan.tensors = ()
+        work.end(self._problem)
+
+    def _move(self, plan: _Plan) -> None:
+        if plan.copy is not None:
+            ctypes.memmove(*plan.copy)
+        error, stream = _core.move(self._sockets.descriptors(), *plan.arguments())
+        if error:
+            peer = stream + (stream >= self._rank)
+            problem = f"rank {peer}: its connection ended" if stream >= 0 else "a wait failed"
+            raise RuntimeError(f"{problem}: {os.strerror(error)}")
+
+    def abort(self) -> None:
+        """Have all collectives fail, on this rank and on the others. From any thread, more than once."""
+        self._sockets.end()
+
+    def close(self, seconds: float) -> None:
+        """End the group, at most after ``seconds`` for a collective in progress. Once."""
+        self._sockets.end()
+        self._jobs.end()
+        if self._jobs.join(seconds):
+            self._sockets.close()
+
+
+def _segment(tensor: Tensor) -> Segment:
+    return tensor.data_ptr(), tensor.nbytes
