@@ -1,10 +1,14 @@
-"""Collectives between hosts: flat gloo against shared memory inside each host and gloo between them.
+"""Collectives between hosts: the backend ``hierarchical`` against gloo, whose ranks are all alike.
+
+    gloo          torch.distributed's blocking call
+    flat          a comm of the backend gloo
+    hierarchical  shared memory inside each host, and gloo between them
 
     python bench/hosts.py --per-host 2 --json out.json
     python bench/hosts.py --shape "netem delay 1ms rate 1gbit"
 
 The two hosts are namespaces of this machine, joined by a virtual network (tests/hosts.py); that takes root. Each round
-measures both comms once, in alternating order. Times are rank 0's, medians over rounds. The bytes are those that both
+measures all three once, in alternating order. Times are rank 0's, medians over rounds. The bytes are those that both
 hosts have sent over the network, with all headers and acknowledgements, for one operation.
 """
 
@@ -16,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +29,7 @@ from typing import Any, Final
 import torch
 from report import Results, print_table
 from rounds import ROUNDS, in_turns, timed
+from torch import distributed as dist
 
 from asynccomm.benchmarks.operations import OPS, SIZES, MeasuredOp, floats
 from asynccomm.comm.comm import Comm
@@ -37,8 +42,8 @@ sys.path.insert(0, str(ROOT))  # for the hosts of the tests
 from tests.hosts import hosts, missing  # noqa: E402
 
 INTERFACE: Final = "eth0"  # of a host
-CONTENDERS: Final = ("gloo", "hierarchical")
-PORT: Final = 29577  # on a host of the bench, where no other program listens
+CONTENDERS: Final = ("gloo", "flat", "hierarchical")
+PORT: Final = 29577  # on a host of the bench, where no other program listens; torch's store has the next
 COUNTED: Final = 64 << 20  # bytes of operations to count on the cable, at least three operations
 
 
@@ -53,14 +58,18 @@ class HostsRow:
     shape: str
     by_turns: bool  #: whether the ranks are placed in turns, and not host by host
     gloo_us: float
+    flat_us: float
     hierarchical_us: float
     gloo_sent: float  #: bytes on the cable
+    flat_sent: float
     hierarchical_sent: float
-    ratio: float = field(init=False)  #: how many times as fast the hierarchical comm is
-    sent_ratio: float = field(init=False)  #: its bytes on the cable over flat gloo's
+    ratio: float = field(init=False)  #: how many times as fast as gloo the hierarchical comm is
+    flat_ratio: float = field(init=False)  #: the same over the flat comm
+    sent_ratio: float = field(init=False)  #: its bytes on the cable over gloo's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.gloo_us / self.hierarchical_us)
+        object.__setattr__(self, "flat_ratio", self.flat_us / self.hierarchical_us)
         object.__setattr__(self, "sent_ratio", self.hierarchical_sent / self.gloo_sent)
 
 
@@ -73,31 +82,37 @@ def sent_bytes() -> int:
     raise RuntimeError(f"this host has no interface {INTERFACE}")
 
 
-async def repeated(comm: Comm, op: MeasuredOp, tensors: tuple[Any, Any], count: int) -> None:
+async def repeated(comm: Comm | None, op: MeasuredOp, tensors: tuple[Any, Any], count: int) -> None:
+    """Without a comm, by torch.distributed."""
     output, source = tensors
     for _ in range(count):
-        await op.ours(comm, output, source)
+        if comm is None:
+            op.torch(output, source, False)
+        else:
+            await op.ours(comm, output, source)
 
 
-async def sent(comm: Comm, op: MeasuredOp, tensors: tuple[Any, Any], nbytes: int) -> float:
+async def sent(of_all: Comm, comm: Comm | None, op: MeasuredOp, tensors: tuple[Any, Any], nbytes: int) -> float:
     """Bytes that the hosts send for one operation; the same on all ranks."""
     count = max(3, min(50, COUNTED // max(nbytes, 1)))
     counts = os.environ["LOCAL_RANK"] == "0"
-    await comm.barrier()
+    await of_all.barrier()
     before = sent_bytes()
     await repeated(comm, op, tensors, count)
-    await comm.barrier()
+    await of_all.barrier()
     mine = torch.tensor([float(sent_bytes() - before) if counts else 0.0], dtype=torch.float64)
-    await comm.all_reduce(mine)
+    await of_all.all_reduce(mine)
     return mine.item() / count
 
 
-async def measure(comms: dict[str, Comm], name: str, nbytes: int, options: argparse.Namespace) -> HostsRow:
-    first, op = comms[CONTENDERS[0]], OPS[name]
+async def measure(
+    first: Comm, comms: Mapping[str, Comm | None], name: str, nbytes: int, options: argparse.Namespace
+) -> HostsRow:
+    op = OPS[name]
     tensors = op.tensors(floats(nbytes), first.rank, first.size)
     bodies = {which: timed(partial(repeated, comm, op, tensors)) for which, comm in comms.items()}
     us = await in_turns(first, bodies, options.rounds)
-    wire = {which: await sent(comm, op, tensors, nbytes) for which, comm in comms.items()}
+    wire = {which: await sent(first, comm, op, tensors, nbytes) for which, comm in comms.items()}
     return HostsRow(
         op=name,
         bytes=nbytes,
@@ -106,25 +121,40 @@ async def measure(comms: dict[str, Comm], name: str, nbytes: int, options: argpa
         shape=options.shape,
         by_turns=options.by_turns,
         gloo_us=us["gloo"],
+        flat_us=us["flat"],
         hierarchical_us=us["hierarchical"],
         gloo_sent=wire["gloo"],
+        flat_sent=wire["flat"],
         hierarchical_sent=wire["hierarchical"],
     )
 
 
 def show(rows: list[HostsRow]) -> None:
     print_table(
-        ["op", "bytes", "gloo us", "hierarchical us", "ratio", "gloo sent", "hierarchical sent", "of gloo's"],
+        [
+            "op",
+            "bytes",
+            "gloo us",
+            "flat us",
+            "hierarchical us",
+            "over gloo",
+            "over flat",
+            "gloo",
+            "flat",
+            "sent",
+        ],
         [
             (
                 row.op,
                 row.bytes,
                 f"{row.gloo_us:.1f}",
+                f"{row.flat_us:.1f}",
                 f"{row.hierarchical_us:.1f}",
                 f"{row.ratio:.2f}x",
+                f"{row.flat_ratio:.2f}x",
                 f"{row.gloo_sent:.0f}",
+                f"{row.flat_sent:.0f}",
                 f"{row.hierarchical_sent:.0f}",
-                f"{row.sent_ratio:.2f}",
             )
             for row in rows
         ],
@@ -139,12 +169,15 @@ async def bench(options: argparse.Namespace) -> None:
         new_comm("gloo", name="flat") as flat,
         new_comm("hierarchical", name="hierarchical") as hierarchical,
     ):
-        comms = dict(zip(CONTENDERS, (flat, hierarchical), strict=True))
+        place = f"tcp://{os.environ['MASTER_ADDR']}:{PORT + 1}"
+        dist.init_process_group("gloo", init_method=place, rank=flat.rank, world_size=flat.size)
+        comms = dict(zip(CONTENDERS, (None, flat, hierarchical), strict=True))
         rows: Results[HostsRow] = Results(show, options.json)
         with rows:
             for name in options.ops:
                 for nbytes in options.sizes:
-                    rows.add(await measure(comms, name, nbytes, options))
+                    rows.add(await measure(flat, comms, name, nbytes, options))
+        dist.destroy_process_group()
 
 
 def start(options: argparse.Namespace) -> int:
@@ -155,6 +188,7 @@ def start(options: argparse.Namespace) -> int:
             for host in made:
                 host.shape(*options.shape.split())
         shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": made[0].address, "MASTER_PORT": str(PORT)}
+        shared["GLOO_SOCKET_IFNAME"] = INTERFACE  # torch's own gloo needs it
         ranks = []
         for rank in range(size):
             number, local = divmod(rank, options.per_host)

@@ -506,7 +506,7 @@ static PyType_Spec spec = {"_frames.FrameReader", sizeof(FrameReader), 0, Py_TPF
 
 static PyMethodDef functions[] = {
     {"receive_message", receive_message, METH_VARARGS, NULL}, {"send_message", send_message, METH_VARARGS, NULL},
-    {"move", core_move, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+    {"move", core_move, METH_VARARGS, NULL}, {"ring", core_ring, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_frames", "Frames, messages and long data, to and from their sockets.", -1, functions, NULL, NULL, NULL, NULL};
 

@@ -3,5 +3,6 @@
 #define ASYNCCOMM_STREAMS_H
 
 PyObject *core_move(PyObject *module, PyObject *args);
+PyObject *core_ring(PyObject *module, PyObject *args);
 
 #endif

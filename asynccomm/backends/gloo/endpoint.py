@@ -316,7 +316,7 @@ class Endpoint:
     def _hand_over(self, link: MessageLink, peer: int, channel: int) -> None:
         """Pass the connection on to its channel. The peer sends nothing before it has the answer."""
         adopt = self.channels.get(channel)
-        if adopt is None or peer >= self._rank or link.receiving:
+        if adopt is None or peer >= self._size or peer == self._rank or link.receiving:
             self._refuse(link, "of a rank or for a channel that cannot be")
             return
         del self._strangers[link], self._links[link.fd]
@@ -413,7 +413,7 @@ class Endpoint:
     def connect_channel(self, peer: int, channel: int, adopt: Callable[[socket.socket], object]) -> None:
         """Connect a channel to ``peer``. Blocks, until the socket is shut down: ``adopt`` gets it at once.
 
-        The socket brings a byte when ``peer``, a higher rank, has accepted it. Raises: OSError.
+        The socket brings a byte when ``peer`` has accepted it. Raises: OSError.
         """
         contact = self._contacts[peer]
         sock = socket.socket(socket.AF_INET6 if ":" in contact.address else socket.AF_INET, socket.SOCK_STREAM)

@@ -2,12 +2,15 @@
 
 Each rank has a **share** of the data. It reduces the others' contributions to its share as they arrive, and passes the
 result on: as many bytes as on a ring, in two steps in place of one for each rank. So is a broadcast: the root hands a
-share to each rank, which passes it on. gloo's threads need two to four times as long
-(bench/README.md).
+share to each rank, which passes it on. An all_reduce of more than two ranks goes round a **ring**: if ranks of one host
+are neighbours, fewer bytes cross the network. That of halves does not, because a ring rounds at each rank.
 
-The sockets are opened by the first collective, through the port for messages (``endpoint.py``): each rank connects to
-those with higher numbers. A group carries out its collectives one after the other. When the group ends, or a socket
-does, all collectives in progress fail.
+The sockets are opened by the first collective, through the port for messages (``endpoint.py``). Each rank connects to
+all others, and sends on its own connections only: with data both ways on one connection, TCP took packets that came out
+of order for lost ones, and stood still for a tenth of a second (cubic and BBR, two hosts of namespaces).
+
+A group carries out its collectives one after the other. When the group ends, or a socket does, all collectives in
+progress fail.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor
@@ -37,6 +40,8 @@ _core: Final[Any] = load("asynccomm.backends.gloo._frames")
 _SEGMENTS: Final = struct.Struct("<8Q")  # address and bytes of what is sent first and second, and received
 _NOTHING: Final = 0, 0
 _BOOLS: Final = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}  # on 0 and 1
+
+_HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 
 Segment = tuple[int, int]  # address and bytes
 
@@ -81,8 +86,40 @@ class StreamWork:
             callback(self)
 
 
+class _Plan(Protocol):
+    """A collective of one rank."""
+
+    tensors: tuple[Tensor, ...]  #: kept until the end
+
+    def carry_out(self, sinks: list[int], sources: list[int]) -> tuple[int, int]:
+        """Move the data on sockets to and from the other ranks.
+
+        Returns: an errno, or 0; and the rank whose socket has failed.
+        """
+        ...
+
+
 @final
-class _Plan:
+class _Ring:
+    """An all_reduce in place, on a ring; ``ends`` are those of the parts of all ranks, in bytes."""
+
+    def __init__(self, rank: int, tensor: Tensor, ends: Sequence[int], kernel: tuple[int, int]) -> None:
+        self.tensors: tuple[Tensor, ...] = (tensor,)
+        self._rank = rank
+        self._ends = struct.pack(f"<{len(ends)}Q", *ends)
+        self._size = len(ends)
+        self._kernel = kernel
+
+    def carry_out(self, sinks: list[int], sources: list[int]) -> tuple[int, int]:
+        """See ``_Plan``."""
+        rank, address = self._rank, self.tensors[0].data_ptr()
+        sides = sources[rank - 1], sinks[rank % len(sinks)]  # the lists lack this rank
+        error, side = _core.ring(*sides, address, self._ends, rank, *self._kernel)
+        return error, (rank + (1 if side else -1)) % self._size
+
+
+@final
+class _Segments:
     """The segments of one rank in a collective, by peer.
 
     Args:
@@ -113,8 +150,10 @@ class _Plan:
         """Send second segments of ``nbytes`` that are there from the start."""
         self._share = (0, 0, 0, nbytes, -1, -1, 0)
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of ``move`` behind the descriptors."""
+    def carry_out(self, sinks: list[int], sources: list[int]) -> tuple[int, int]:
+        """See ``_Plan``."""
+        if self.copy is not None:
+            ctypes.memmove(*self.copy)
         packed = [
             _SEGMENTS.pack(
                 *self.first_sends[peer],
@@ -125,12 +164,13 @@ class _Plan:
             for peer in range(self._size)
             if peer != self._rank
         ]
-        return b"".join(packed), *self._share
+        error, stream = _core.move(sinks, sources, b"".join(packed), *self._share)
+        return error, stream + (stream >= self._rank) if stream >= 0 else -1
 
 
 @final
 class StreamSockets:
-    """The sockets between this rank and all others, for one group.
+    """The sockets to and from all other ranks, for one group.
 
     Args:
         channel: the number of the group.
@@ -141,42 +181,47 @@ class StreamSockets:
         self._size = size
         self._endpoint = endpoint
         self._channel = channel
-        self._sockets: dict[int, socket.socket] = {}  # by peer
+        self._sinks: dict[int, socket.socket] = {}  # by peer
+        self._sources: dict[int, socket.socket] = {}
         self._changed = threading.Condition()  # guards the fields
         self._ended = False
-        self._descriptors: list[int] | None = None
-        endpoint.channels[channel] = self._adopt
+        self._descriptors: tuple[list[int], list[int]] | None = None
+        endpoint.channels[channel] = partial(self._adopt, self._sources)
 
-    def descriptors(self) -> list[int]:
-        """One for each other rank, in the order of ranks. Blocks until all are connected. Raises: OSError."""
+    def descriptors(self) -> tuple[list[int], list[int]]:
+        """Those to all other ranks and from them, in the order of ranks. Blocks until all are connected.
+
+        Raises: OSError.
+        """
         if self._descriptors is None:
-            peers = range(self._rank + 1, self._size)
+            peers = [peer for peer in range(self._size) if peer != self._rank]
             for peer in peers:
-                self._endpoint.connect_channel(peer, self._channel, partial(self._adopt, peer))
+                self._endpoint.connect_channel(peer, self._channel, partial(self._adopt, self._sinks, peer))
             for peer in peers:
-                if not self._sockets[peer].recv(1):  # the peer has found the token right
+                if not self._sinks[peer].recv(1):  # the peer has found the token right
                     raise ConnectionResetError(f"rank {peer} has refused a connection")
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or len(self._sockets) == self._size - 1)
+                self._changed.wait_for(lambda: self._ended or len(self._sources) == len(peers))
                 if self._ended:
                     raise ConnectionAbortedError("the group has ended")
-                self._descriptors = [self._sockets[peer].fileno() for peer in sorted(self._sockets)]
+                sinks, sources = ([each[peer].fileno() for peer in peers] for each in (self._sinks, self._sources))
+                self._descriptors = sinks, sources
         return self._descriptors
 
-    def _adopt(self, peer: int, sock: socket.socket) -> None:
+    def _adopt(self, sockets: dict[int, socket.socket], peer: int, sock: socket.socket) -> None:
         """Use ``sock``, which blocks, for ``peer``. From any thread."""
         with self._changed:
-            if self._ended or peer in self._sockets:
+            if self._ended or peer in sockets:
                 sock.close()
                 return
-            self._sockets[peer] = sock
+            sockets[peer] = sock
             self._changed.notify_all()
 
     def end(self) -> None:
         """Have all calls fail, on this rank and on the others. From any thread, more than once."""
         with self._changed:
             self._ended = True
-            for sock in self._sockets.values():
+            for sock in self._all():
                 try:
                     sock.shutdown(socket.SHUT_RDWR)
                 except OSError:
@@ -186,9 +231,13 @@ class StreamSockets:
     def close(self) -> None:
         """After ``end``, and after the last use: free the descriptors."""
         with self._changed:
-            for sock in self._sockets.values():
+            for sock in self._all():
                 sock.close()
-            self._sockets.clear()
+            self._sinks.clear()
+            self._sources.clear()
+
+    def _all(self) -> list[socket.socket]:
+        return [*self._sinks.values(), *self._sources.values()]
 
 
 @final
@@ -211,6 +260,9 @@ class StreamGroup:
         return dtype in DTYPES and reduction.type not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, bools: bool = False) -> StreamWork:
+        if self._size > 2 and tensor.dtype not in _HALVES:
+            ends = self._ends(tensor)[1:]
+            return self._start(_Ring(self._rank, tensor, ends, _kernel(tensor.dtype, op, bools)))
         plan, parts = self._reduced(tensor, op, bools)
         for peer, part in enumerate(parts):
             if peer != self._rank:
@@ -225,27 +277,30 @@ class StreamGroup:
             plan.second_sends[root] = parts[self._rank]
         return self._start(plan)
 
-    def _reduced(self, tensor: Tensor, op: ReduceOp, bools: bool) -> tuple[_Plan, list[Segment]]:
+    def _reduced(self, tensor: Tensor, op: ReduceOp, bools: bool) -> tuple[_Segments, list[Segment]]:
         """A plan in which each rank reduces its part of ``tensor``, and all parts."""
         parts = self._parts(tensor)
-        plan = _Plan(self._rank, self._size, tensor)
+        plan = _Segments(self._rank, self._size, tensor)
         mine = parts[self._rank]
         for peer, part in enumerate(parts):
             if peer != self._rank:
                 plan.first_sends[peer], plan.first_receives[peer] = part, (0, mine[1])
-        kind = _BOOLS.get(op.type, op.type) if bools else op.type
-        plan.reduces(mine, (DTYPES.index(tensor.dtype), OPERATORS[kind]))
+        plan.reduces(mine, _kernel(tensor.dtype, op, bools))
         return plan, parts
 
     def _parts(self, tensor: Tensor) -> list[Segment]:
         """The parts of ``tensor``, of as many elements as possible, one for each rank."""
-        n, item, size, address = tensor.numel(), tensor.itemsize, self._size, tensor.data_ptr()
-        ends = [n * k // size * item for k in range(size + 1)]
-        return [(address + start, end - start) for start, end in pairwise(ends)]
+        address = tensor.data_ptr()
+        return [(address + start, end - start) for start, end in pairwise(self._ends(tensor))]
+
+    def _ends(self, tensor: Tensor) -> list[int]:
+        """The ends of the parts in bytes, behind a 0."""
+        n, item, size = tensor.numel(), tensor.itemsize, self._size
+        return [n * k // size * item for k in range(size + 1)]
 
     def broadcast(self, tensor: Tensor, root: int) -> StreamWork:
         rank, parts = self._rank, self._parts(tensor)
-        plan = _Plan(rank, self._size, tensor)
+        plan = _Segments(rank, self._size, tensor)
         if rank == root:
             plan.gives(parts[root][1])
             plan.first_sends = list(parts)
@@ -298,7 +353,7 @@ class StreamGroup:
     def _exchange(self, gives: list[Segment], takes: list[Segment], *tensors: Tensor) -> StreamWork:
         """Send ``gives`` and receive ``takes``, by rank."""
         rank = self._rank
-        plan = _Plan(rank, self._size, *tensors)
+        plan = _Segments(rank, self._size, *tensors)
         plan.first_sends, plan.first_receives = gives, takes
         (source, _), (target, nbytes) = gives[rank], takes[rank]
         if source != target:
@@ -321,12 +376,9 @@ class StreamGroup:
         work.end(self._problem)
 
     def _move(self, plan: _Plan) -> None:
-        if plan.copy is not None:
-            ctypes.memmove(*plan.copy)
-        error, stream = _core.move(self._sockets.descriptors(), *plan.arguments())
+        error, peer = plan.carry_out(*self._sockets.descriptors())
         if error:
-            peer = stream + (stream >= self._rank)
-            problem = f"rank {peer}: its connection ended" if stream >= 0 else "a wait failed"
+            problem = f"rank {peer}: its connection ended" if peer >= 0 else "a wait failed"
             raise RuntimeError(f"{problem}: {os.strerror(error)}")
 
     def abort(self) -> None:
@@ -339,6 +391,10 @@ class StreamGroup:
         self._jobs.end()
         if self._jobs.join(seconds):
             self._sockets.close()
+
+
+def _kernel(dtype: torch.dtype, op: ReduceOp, bools: bool) -> tuple[int, int]:
+    return DTYPES.index(dtype), OPERATORS[_BOOLS.get(op.type, op.type) if bools else op.type]
 
 
 def _segment(tensor: Tensor) -> Segment:

@@ -32,6 +32,12 @@ async def test_conformance() -> None:
     await check_backend(lambda name: new_comm("gloo", name=name, timeout=50), only=USUAL)
 
 
+@pytest.mark.ranks(some([2, 3], 1), timeout=240)
+async def test_conformance_of_long_data_by_gloo() -> None:
+    hints = {"streams": "0"}
+    await check_backend(lambda name: new_comm("gloo", name=name, timeout=50, hints=hints), only=USUAL)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.ranks(5, backend="gloo", timeout=240)
 async def test_conformance_on_more_ranks() -> None:

@@ -18,8 +18,8 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo import collectives as gloo_collectives
 from asynccomm.backends.gloo import lowering
 from asynccomm.backends.gloo.backend import GlooBackend
-from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.gloo.groups import LARGE
+from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import AllGather, AllReduce, Barrier, Broadcast, Call, Op, Parcel, Parcels, Recv, Send
 from tests.sampling import some

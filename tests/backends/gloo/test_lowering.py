@@ -9,6 +9,7 @@ from torch import Tensor
 from asynccomm import Comm, ReduceOp
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
+from asynccomm.backends.gloo.reduction import is_native
 from asynccomm.backends.gloo.staging import movable, place
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.regions import bytes_of
@@ -25,6 +26,9 @@ class Notes:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def is_native(self, dtype: torch.dtype, reduction: ReduceOp) -> bool:
+        return is_native(dtype, reduction)
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any, **_: Any) -> None:
