@@ -21,6 +21,7 @@ from torch import Tensor
 from asynccomm.backends.gloo.messages import HEADER_BYTES, Header
 
 CHUNK: Final = 1 << 20  # bytes of one ``read`` or ``write``: other threads wait meanwhile, shorter parts take longer
+PART: Final = 256 << 10  # bytes of data behind a header: both ranks copy when the first part is there
 ROOM: Final = 68 << 10  # bytes of the buffer for headers and short data
 BULK: Final = 1 << 20  # bytes left of one buffer: more take so long that they would hold up an event loop
 VECTORS: Final = 64  # buffers of one system call
@@ -142,9 +143,9 @@ class MessageLink:
             vector: list[Buffer] = []
             size = 0
             for part in out:
-                if not isinstance(part, memoryview) or size >= CHUNK or len(vector) == VECTORS:
+                if not isinstance(part, memoryview) or size >= PART or len(vector) == VECTORS:
                     break
-                vector.append(part[:CHUNK])
+                vector.append(part[:PART])
                 size += len(vector[-1])
             count = self.sock.sendmsg(vector)
         left = count
