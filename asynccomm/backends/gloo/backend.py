@@ -1,10 +1,11 @@
-"""CPU collectives by torch's gloo, over TCP between any machines.
+"""CPU collectives over TCP between any machines: by sockets of our own, and by torch's gloo.
 
-The calling thread hands the frame or the data of a collective to gloo (``collectives.py``), which only queues it. The
-rest runs in callbacks of gloo's futures, on gloo's threads: they also divide, convert and copy back. An operation may
-become several gloo operations (``packing.py``): it is settled when all are done. Operations that share memory wait for
-each other (``hazard_tracker.py``). Collectives of parcels consist of gloo's messages (``payload_collectives.py``), for
-which a thread waits, as they have no future. Sends and receives use sockets of their own (``p2p.py``).
+The calling thread hands the data of a collective to a group (``collectives.py``), which only queues it: one that moves
+it in C (``streams.py``), or one of gloo's. The rest runs in callbacks of the group's futures, on its thread: they also
+divide, convert and copy back. An operation may become several of a group (``packing.py``): it is settled when all are
+done. Operations that share memory wait for each other (``hazard_tracker.py``). Collectives of parcels consist of gloo's
+messages (``payload_collectives.py``), for which a thread waits, as they have no future. Sends and receives use sockets
+of their own (``p2p.py``).
 
 There are three gloo groups. Frames have a group of their own. With one thread, a group is up to twice as fast for small
 collectives; from 16 MiB on, a group with torch's default of two threads is faster by a tenth.
