@@ -1,5 +1,6 @@
 /* The state of a Work and its `await`, the counts of a comm's calls, and the streak of awaits, as python_state.py has
  * them in Python. A finished Work is awaited without any Python code. */
+#include "_clock.h"
 #include "_work.h"
 
 #include <stddef.h>
@@ -16,7 +17,7 @@ static PyObject *get_running_loop, *name_running, *name_wait, *name_report;
 /* Count one await that does not suspend, unless other tasks have to run: then it is not counted. */
 static int goes_on(Streak *streak)
 {
-    double now = monotonic();
+    double now = core_seconds();
     if (!streak->awaits) streak->since = now;
     if (streak->awaits + 1 >= STREAK_AWAITS || now - streak->since >= STREAK_SECONDS) return 0;
     streak->awaits++;
@@ -299,7 +300,10 @@ static PyType_Spec state_spec = {
 
 static PyObject *finished(PyObject *Py_UNUSED(module), PyObject *value) { return new_finished(value); }
 
+static PyObject *seconds(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) { return PyFloat_FromDouble(core_seconds()); }
+
 static PyMethodDef functions[] = {
+    {"seconds", seconds, METH_NOARGS, "The time of time.monotonic(), as C takes it."},
     {"finished", finished, METH_O, "The iterator of an await that returns a value and does not suspend."}, {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {
@@ -307,6 +311,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__work(void)
 {
+    core_start_clock();
     PyObject *asyncio = PyImport_ImportModule("asyncio"), *m = asyncio ? PyModule_Create(&module) : NULL;
     if (!m) return NULL;
     get_running_loop = PyObject_GetAttrString(asyncio, "_get_running_loop");

@@ -1,6 +1,8 @@
 """The choice of the executor."""
 
 import sys
+import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -27,6 +29,21 @@ def test_a_missing_module_is_named_or_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ASYNCCOMM_EXECUTOR", "core")
     with pytest.raises(ImportError, match="no C here"):
         load_core()
+
+
+def test_the_clock_of_c_is_that_of_python() -> None:
+    work = native.load("asynccomm.core._work")
+    if isinstance(work, CoreUnavailable):
+        pytest.skip(work.reason)
+    end, readings = time.monotonic() + 0.2, 0
+    while (before := time.monotonic()) < end:
+        times = [work.seconds() for _ in range(20)]  # by the kernel's clock, and by the processor's counter
+        after = time.monotonic()
+        assert before - 2e-6 <= min(times)
+        assert max(times) <= after + 2e-6
+        assert all(later - earlier > -2e-6 for earlier, later in pairwise(times))
+        readings += 20
+    assert readings > 1000
 
 
 def test_no_torch_is_imported() -> None:

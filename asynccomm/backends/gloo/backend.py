@@ -41,7 +41,7 @@ from asynccomm.backends.gloo.direct_calls import CarriedCollectives
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.goodbye import say_goodbye
-from asynccomm.backends.gloo.groups import LARGE, Groups
+from asynccomm.backends.gloo.groups import LARGE, TransferGroups
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.streams import MOST_RANKS, StreamGroup, StreamSockets, available
@@ -185,7 +185,7 @@ class GlooBackend(Backend):
         if all(contact.streams for contact in listed):
             name = f"asynccomm-gloo-{self._name}-streams"
             self._streams = [StreamGroup(rank, size, each, name) for each in sockets]
-            self.collectives.use(Groups(*self._streams))
+            self.collectives.use(TransferGroups(*self._streams))
 
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"

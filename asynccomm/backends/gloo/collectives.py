@@ -42,7 +42,7 @@ from asynccomm.backends.gloo.carried import CarriedCall, CarriedMemory
 from asynccomm.backends.gloo.disputes import Dispute
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
 from asynccomm.backends.gloo.frames import CarriedReduce, Frame, complete, equal_part, heading_of, is_carried, parcel_of
-from asynccomm.backends.gloo.groups import Groups
+from asynccomm.backends.gloo.groups import TransferGroups
 from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.gloo.links import Buffer
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
@@ -118,7 +118,7 @@ class GlooCollectives:
         not_started: Callable[[Submission, Exception], object],
     ) -> None:
         self._gloos: GlooGroups | None = gloos
-        self._groups: Groups | None = gloos.transfers
+        self._groups: TransferGroups | None = gloos.transfers
         self._name = name
         self._rank = rank
         self._size = size
@@ -141,7 +141,7 @@ class GlooCollectives:
         self._last_frame = -1  # the highest place with a frame
         self._alarms_ahead: set[int] = set()  # future places with an alarm from another rank
 
-    def use(self, groups: Groups) -> None:
+    def use(self, groups: TransferGroups) -> None:
         """Move data by ``groups``, from the first collective on."""
         self._groups = groups
 

@@ -13,7 +13,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 LARGE: Final = 4 << 20  # bytes: two gloo threads are as fast as one (bench/collectives.py, 2 ranks on 2 cores)
 
 
-class Group(Protocol):
+class TransferGroup(Protocol):
     """Collectives of plain tensors, without checks. Each returns a work that has a future (``get_future``).
 
     ``bools``: the elements are bools, as bytes.
@@ -50,15 +50,15 @@ class Group(Protocol):
     def barrier(self) -> Any: ...
 
 
-class Groups(NamedTuple):
+class TransferGroups(NamedTuple):
     """The groups for small and for large transfers. The first carries out its transfers one after the other.
 
     Between two transfers it runs the callbacks of the first one's future.
     """
 
-    small: Group
-    large: Group
+    small: TransferGroup
+    large: TransferGroup
 
-    def by_size(self, nbytes: int) -> Group:
+    def by_size(self, nbytes: int) -> TransferGroup:
         """The group for a transfer of ``nbytes``, which must be equal on all ranks, so that all use the same group."""
         return self.large if nbytes >= LARGE else self.small

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.gloo.groups import Group
+from asynccomm.backends.gloo.groups import TransferGroup
 from asynccomm.backends.gloo.reduction import brought, in_order, narrow_all, reduce_rows, rows_of
 from asynccomm.backends.gloo.staging import Finish, collected, movable, place, room, spread
 from asynccomm.backends.hazards import Buffers
@@ -40,7 +40,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 OUT_OF_PLACE: Final = frozenset({AllToAll, AllToAllSingle})
 
 
-def start(gloo: Group, op: Op, buffers: Buffers, size: int) -> tuple[Any, Finish | None]:
+def start(gloo: TransferGroup, op: Op, buffers: Buffers, size: int) -> tuple[Any, Finish | None]:
     """Start a collective of one tensor, or of one for each rank; returns gloo's work and the step after it, if any.
 
     ``packing.py`` starts operations that are divided otherwise.
@@ -96,7 +96,7 @@ def _places(outputs: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
 
 
 def _all_reduce(
-    gloo: Group, tensor: Tensor, output: Tensor, reduction: ReduceOp, size: int
+    gloo: TransferGroup, tensor: Tensor, output: Tensor, reduction: ReduceOp, size: int
 ) -> tuple[Any, Finish | None]:
     if tensor is output and gloo.is_native(tensor.dtype, reduction) and arithmetic.is_plain(tensor):
         # the usual case, with as little Python as possible: after a large operation none of it is in the caches
@@ -107,7 +107,7 @@ def _all_reduce(
 
 
 def _reduce_scatter(
-    gloo: Group, inputs: Sequence[Tensor], output: Tensor, reduction: ReduceOp, size: int
+    gloo: TransferGroup, inputs: Sequence[Tensor], output: Tensor, reduction: ReduceOp, size: int
 ) -> tuple[Any, Finish]:
     rows = rows_of(inputs, reduction)
     received = room(rows.numel())
@@ -116,7 +116,7 @@ def _reduce_scatter(
 
 
 def _all_to_all(
-    gloo: Group, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllToAll
+    gloo: TransferGroup, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllToAll
 ) -> tuple[Any, Finish | None]:
     data, finish = spread(outputs)
     itemsize = op.dtype.itemsize

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo.groups import Groups
+from asynccomm.backends.gloo.groups import TransferGroups
 from asynccomm.backends.gloo.reduction import (
     gather_rows,
     narrow_all,
@@ -71,7 +71,7 @@ def is_divided(submission: Submission) -> bool:
             return False
 
 
-def chains_of(gloos: Groups, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:
+def chains_of(gloos: TransferGroups, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:
     """The transfers of an operation that has a ``layout``, in chains, each run by one gloo group."""
     inputs, outputs = buffers.inputs, buffers.outputs
     match op:
@@ -96,7 +96,7 @@ class _TransferChains:
         late: whether the transfer may be filled right before it starts, and so must be in that chain whatever its size.
     """
 
-    def __init__(self, gloos: Groups, lengths: Sequence[int], late: Sequence[bool]) -> None:
+    def __init__(self, gloos: TransferGroups, lengths: Sequence[int], late: Sequence[bool]) -> None:
         self._small = gloos.small
         self._lengths = lengths
         pairs = zip(lengths, late, strict=True)
@@ -125,7 +125,9 @@ class _TransferChains:
         return [self._line, *self._alone] if self._line else self._alone
 
 
-def _all_reduce(gloos: Groups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllReduce, size: int) -> Lines:
+def _all_reduce(
+    gloos: TransferGroups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllReduce, size: int
+) -> Lines:
     dtype, reduction = op.dtype, op.reduction
     direct = gloos.small.is_native(dtype, reduction)
     wide = dtype if direct else wide_dtype(dtype, reduction)
@@ -152,7 +154,7 @@ def _all_reduce(gloos: Groups, inputs: Sequence[Tensor], outputs: Sequence[Tenso
     return lines.all()
 
 
-def _broadcast(gloos: Groups, tensors: Sequence[Tensor], root: int, rank: int) -> Lines:
+def _broadcast(gloos: TransferGroups, tensors: Sequence[Tensor], root: int, rank: int) -> Lines:
     sizes = [tensor.nbytes for tensor in tensors]
     groups = groups_of(sizes)
     lines = _TransferChains(
@@ -172,7 +174,9 @@ def _broadcast(gloos: Groups, tensors: Sequence[Tensor], root: int, rank: int) -
     return lines.all()
 
 
-def _all_gather(gloos: Groups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int) -> Lines:
+def _all_gather(
+    gloos: TransferGroups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int
+) -> Lines:
     k = len(inputs)
     shares = [outputs[r * k : r * k + k] for r in range(size)]
     sizes = [[tensor.nbytes for tensor in share] for share in shares]
@@ -244,7 +248,7 @@ def _gather_one_by_one(
 
 
 def _reduce_scatter(
-    gloos: Groups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: ReduceScatter, rank: int, size: int
+    gloos: TransferGroups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: ReduceScatter, rank: int, size: int
 ) -> Lines:
     k, reduction, dtype = len(outputs), op.reduction, op.dtype
     numels = [[tensor.numel() for tensor in inputs[r * k : r * k + k]] for r in range(size)]

@@ -37,7 +37,7 @@ from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 MOST_RANKS: Final = 32  # each rank has a socket to every other
 
 _core: Final[Any] = load("asynccomm.backends.gloo._frames")
-_SEGMENTS: Final = struct.Struct("<8Q")  # address and bytes of what is sent first and second, and received
+_SEGMENTS: Final = struct.Struct("<8Q")  # address and bytes of the four segments
 _NOTHING: Final = 0, 0
 _BOOLS: Final = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}  # on 0 and 1
 
@@ -94,7 +94,7 @@ class _Plan(Protocol):
     def carry_out(self, sinks: list[int], sources: list[int]) -> tuple[int, int]:
         """Move the data on sockets to and from the other ranks.
 
-        Returns: an errno, or 0; and the rank whose socket has failed.
+        Returns: an errno, or 0; and the rank at the other end of the socket that has failed.
         """
         ...
 
@@ -138,12 +138,12 @@ class _Segments:
         self._share: tuple[int, ...] = (0, 0, 0, 0, -1, -1, 0)  # the last arguments of ``move``
 
     def reduces(self, share: Segment, kernel: tuple[int, int]) -> None:
-        """Reduce what is received first, and ``share`` in place."""
+        """Reduce the segments that are received first, and ``share`` in place."""
         address, nbytes = share
         self._share = (self._rank, address, nbytes, 0, -1, *kernel)
 
     def relays(self, giver: int) -> None:
-        """Send, as the second segments, what is received first from ``giver``."""
+        """Send, as the second segments, the first one from ``giver``."""
         self._share = (0, 0, 0, 0, giver - (giver > self._rank), -1, 0)
 
     def gives(self, nbytes: int) -> None:
@@ -242,7 +242,7 @@ class StreamSockets:
 
 @final
 class StreamGroup:
-    """``groups.Group`` over sockets of our own.
+    """``groups.TransferGroup`` over sockets of our own.
 
     Args:
         name: of the thread.
@@ -256,7 +256,7 @@ class StreamGroup:
         self._problem: Exception | None = None  # the first failure: the data behind it is lost
 
     def is_native(self, dtype: torch.dtype, reduction: ReduceOp) -> bool:
-        """See ``groups.Group``."""
+        """See ``groups.TransferGroup``."""
         return dtype in DTYPES and reduction.type not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, bools: bool = False) -> StreamWork:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm.backends.gloo.groups import Groups
+from asynccomm.backends.gloo.groups import TransferGroups
 from asynccomm.backends.gloo.reduction import is_native
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
@@ -107,7 +107,7 @@ class GlooGroup:
         self._all_to_all_single = getattr(self._pg, "all_to_all_single", None) or self._pg.alltoall_base
 
     def is_native(self, dtype: torch.dtype, reduction: ReduceOp) -> bool:
-        """See ``groups.Group``."""
+        """See ``groups.TransferGroup``."""
         return is_native(dtype, reduction)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, bools: bool = False) -> Any:
@@ -183,6 +183,6 @@ class GlooGroups(NamedTuple):
     large: GlooGroup
 
     @property
-    def transfers(self) -> Groups:
+    def transfers(self) -> TransferGroups:
         """The groups that move data."""
-        return Groups(self.small, self.large)
+        return TransferGroups(self.small, self.large)

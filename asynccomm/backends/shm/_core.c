@@ -966,6 +966,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__core(void)
 {
+    core_start_clock();
     PyObject *m = PyModule_Create(&module);
     if (!m) return NULL;
     Core_Segment = (PyTypeObject *)PyType_FromSpec(&segment_spec);

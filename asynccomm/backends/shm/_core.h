@@ -2,6 +2,7 @@
 #ifndef ASYNCCOMM_CORE_H
 #define ASYNCCOMM_CORE_H
 
+#include "../../core/_clock.h"
 #include "../../core/_work.h"
 #include "../_kernels.h"
 
@@ -24,12 +25,7 @@
 #define PREFETCH(address) ((void)(address))
 #endif
 
-static inline int64_t nanoseconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
+static inline int64_t nanoseconds(void) { return core_nanoseconds(); }
 
 /* ---- the segment, programs and runs: _core.c ---------------------------------------------------------------------- */
 

@@ -524,7 +524,8 @@ long long core_count(const FastPath *f, int p2p, long long nbytes)
 
 WorkState *core_finished_work(const FastPath *f, PyObject *op, long long seq, PyObject *result, PyObject *site, double started)
 {
-    double finished = monotonic();
+    double finished = core_seconds();
+    if (finished < started) finished = started; /* the clock may step back a little */
     core_log_call(f->recent, (LoggedCall){op, site, seq, started, finished});
     WorkState *work = core_new_work(f, op, result, site, started);
     if (work) work->seq = seq, work->finished = finished, work->done = 1;
@@ -707,7 +708,7 @@ static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, 
 /* Submit a call by the fast path; as try_known, without 2, and `inner` as of core_site_of. */
 static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, int inner, PyObject **work)
 {
-    double started = monotonic();
+    double started = core_seconds();
     Arguments arguments;
     Tensors tensors;
     int result = hold_arguments(&arguments, args, n);

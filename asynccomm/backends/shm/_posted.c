@@ -92,7 +92,7 @@ static int settle(FastPath *f, WorkState *work)
         Py_XDECREF(settled);
         return settled ? 0 : -1;
     }
-    int result = core_settle(f, work, monotonic());
+    int result = core_settle(f, work, core_seconds());
     if (result <= 0) return result;
     core_log_end(f->recent, work);
     if (PyDict_DelItem(f->scopes.works, (PyObject *)work)) PyErr_Clear(); /* the comm has been dropped */
@@ -187,7 +187,7 @@ static int go_on_until(FastPath *f, const WorkState *work)
             f->state->message_wait = began ? work->finished - began : 0;
             return DONE;
         }
-        if (!began) began = monotonic();
+        if (!began) began = core_seconds();
         if (result == DONE) continue;
         if (result != STUCK || !core_goes_on(f, f->state->message_wait, &spin)) return result;
     }

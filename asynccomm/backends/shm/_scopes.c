@@ -395,7 +395,7 @@ static int conclude(Flush *flush, int gc)
     }
     Py_XDECREF(left);
     if (gc) PyGC_Enable();
-    double now = monotonic();
+    double now = core_seconds();
     for (int g = 0; g < done; g++) /* the others are Python's to settle */
         for (int k = flush->groups[g].first; k >= 0; k = flush->next[k]) flush->calls[k]->work->finished = now;
     for (int k = 0; k < flush->count; k++) f->counts->nbytes += flush->calls[k]->entry->size;

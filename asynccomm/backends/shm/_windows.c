@@ -239,7 +239,7 @@ static int apply(FastWindow *w, int kind, Operation *op, Tensors *tensors, PyObj
 static PyObject *submit(PyObject *self, int kind, PyObject *const *args, Py_ssize_t given, Py_ssize_t expected)
 {
     FastWindow *w = (FastWindow *)self;
-    double started = monotonic();
+    double started = core_seconds();
     Operation op = {0};
     Tensors tensors;
     if (given != expected) {

@@ -202,16 +202,19 @@ def test_collectives_end_in_order_and_callbacks_run_between_them() -> None:
     events: list[str] = []
     tensors = [[torch.ones(PIECE) for _ in range(3)] for _ in range(2)]
     works = [world.groups[0].all_reduce(tensor, ReduceOp.SUM) for tensor in tensors[0]]
+    ended = threading.Event()
     for number, work in enumerate(works):
 
         def over(_: object, number: int = number) -> None:
             later = [tensor[0].item() for tensor in tensors[0][number + 1 :]]
             events.append(f"{number}: {later}")  # the memory of later ones is untouched
+            if number == 2:
+                ended.set()
 
         work.get_future().add_done_callback(over)
     for tensor in tensors[1]:
         result(world.groups[1].all_reduce(tensor, ReduceOp.SUM))
-    result(works[2])
+    assert ended.wait(20)
     assert events == ["0: [1.0, 1.0]", "1: [1.0]", "2: []"]
     world.close()
 

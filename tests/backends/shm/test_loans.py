@@ -88,8 +88,11 @@ def look_out(comm: Comm, number: int) -> None:
 
 @pytest.mark.ranks(2)
 async def test_a_waiting_receiver_reads_the_message(comm: Comm) -> None:
-    lent = 0
-    for round in range(8):
+    lent = torch.zeros((), dtype=torch.int64)
+    for round in range(60):
+        await comm.broadcast(lent, 0)
+        if round >= 8 and lent:  # a rank that loses its core misses some of them
+            break
         async with probed(f"own {round}") as own:
             for k in range(4):
                 await comm.barrier()
@@ -107,7 +110,7 @@ async def test_a_waiting_receiver_reads_the_message(comm: Comm) -> None:
                     lent += (LOAN, CLAIMED) in frames(own, 1, since)
                     tensor.fill_(-1)
             assert own.statistics().in_flight == 0
-    assert comm.rank == 1 or lent, "a rank that loses its core misses some of them"
+    assert lent
 
 
 @pytest.mark.ranks(2)

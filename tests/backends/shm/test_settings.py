@@ -11,6 +11,7 @@ from asynccomm.backends.shm.settings import (
     YIELD_SECONDS,
     Settings,
     spin_seconds,
+    thread_spin_seconds,
     yield_seconds,
 )
 from tests.cases import cases
@@ -19,9 +20,17 @@ from tests.cases import cases
 def test_defaults() -> None:
     settings = Settings.of({})
     assert settings == Settings()
-    assert set(settings.as_dict()) == HINTS.keys() - {"spin_us", "yield_us"}
+    assert set(settings.as_dict()) == HINTS.keys() - {"spin_us", "thread_spin_us", "yield_us"}
     for key, value in settings.as_dict().items():
         assert str(value) in HINTS[key], f"the text of {key} names another default"
+
+
+def test_the_spin_of_the_thread_follows_that_of_calls() -> None:
+    assert thread_spin_seconds({}, 1e-4) == pytest.approx(4e-4)
+    assert thread_spin_seconds({"thread_spin_us": "20"}, 1e-4) == pytest.approx(2e-5)
+    assert thread_spin_seconds({"thread_spin_us": "20"}, 0.0) == 0.0  # a comm of one rank
+    with pytest.raises(ValueError, match="hint 'thread_spin_us' must be an integer from 0"):
+        thread_spin_seconds({"thread_spin_us": "-1"}, 1e-4)
 
 
 def test_values_are_taken() -> None:

@@ -1,0 +1,88 @@
+/* The time by the processor's counter of ticks, where the kernel's clock is made of it, too; else by the kernel's clock.
+ *
+ * The counter is read from the last reading of the kernel's clock on, for WINDOW_NS. The length of a tick comes from all readings
+ * since the start, and is used once they span LEAST_NS. */
+#include "_clock.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#define WINDOW_NS 100000   /* the kernel may adjust its clock by one part in 2,000 meanwhile: 50 ns */
+#define LEAST_NS 20000000
+#define MOST_TICKS 1000    /* that a reading of the kernel's clock may take: else the thread has lost its core meanwhile */
+#define TRIES 100
+#define CLOCK_SOURCE "/sys/devices/system/clocksource/clocksource0/current_clocksource"
+
+static int64_t by_kernel(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <x86intrin.h>
+
+static int64_t first;           /* a reading of the kernel's clock; 0: it is the only clock */
+static uint64_t first_ticks;    /* the counter then */
+static _Atomic uint64_t turn;   /* odd while a thread changes the following */
+static _Atomic uint64_t last_ticks, window; /* ticks */
+static _Atomic int64_t last;
+static _Atomic double tick;     /* nanoseconds */
+
+/* Read both clocks at once: the kernel's, and the counter in *ticks, or 0 there if that was not at once. */
+static int64_t read_both(uint64_t *ticks)
+{
+    uint64_t before = __rdtsc();
+    int64_t now = by_kernel();
+    uint64_t took = __rdtsc() - before;
+    *ticks = took < MOST_TICKS ? before + took / 2 : 0;
+    return now;
+}
+
+/* The kernel uses the counter only if it runs evenly, and alike on all cores. */
+void core_start_clock(void)
+{
+    char name[8] = "";
+    FILE *file = fopen(CLOCK_SOURCE, "r");
+    if (!file) return;
+    if (!fgets(name, sizeof name, file)) name[0] = 0;
+    fclose(file);
+    if (strcmp(name, "tsc\n")) return;
+    for (int k = 0; k < TRIES && !first_ticks; k++) first = read_both(&first_ticks);
+    if (!first_ticks) first = 0;
+}
+
+static int64_t read_anew(void)
+{
+    uint64_t ticks;
+    int64_t now = read_both(&ticks);
+    uint64_t even = atomic_load_explicit(&turn, memory_order_relaxed);
+    if (!first || !ticks || now - first < LEAST_NS || even & 1) return now;
+    if (!atomic_compare_exchange_strong(&turn, &even, even + 1)) return now;
+    double each = (double)(now - first) / (double)(ticks - first_ticks);
+    atomic_store_explicit(&last_ticks, ticks, memory_order_relaxed);
+    atomic_store_explicit(&last, now, memory_order_relaxed);
+    atomic_store_explicit(&tick, each, memory_order_relaxed);
+    atomic_store_explicit(&window, (uint64_t)(WINDOW_NS / each), memory_order_relaxed);
+    atomic_store_explicit(&turn, even + 2, memory_order_release);
+    return now;
+}
+
+int64_t core_nanoseconds(void)
+{
+    uint64_t before = atomic_load_explicit(&turn, memory_order_acquire);
+    uint64_t ticks = __rdtsc() - atomic_load_explicit(&last_ticks, memory_order_relaxed);
+    int64_t since = atomic_load_explicit(&last, memory_order_relaxed);
+    double each = atomic_load_explicit(&tick, memory_order_relaxed);
+    uint64_t most = atomic_load_explicit(&window, memory_order_relaxed);
+    atomic_thread_fence(memory_order_acquire);
+    if (ticks >= most || before & 1 || before != atomic_load_explicit(&turn, memory_order_relaxed)) return read_anew();
+    return since + (int64_t)((double)ticks * each);
+}
+#else
+void core_start_clock(void) {}
+int64_t core_nanoseconds(void) { return by_kernel(); }
+#endif
