@@ -7,14 +7,15 @@ static int take(ReentrantLock *lock, int wait)
     while (!core_try_lock(lock)) {
         PyLockStatus status;
         if (!wait) return 0;
+        lock->waiting++;
         Py_BEGIN_ALLOW_THREADS
         status = PyThread_acquire_lock_timed(lock->lock, -1, 1);
         Py_END_ALLOW_THREADS
-        if (status == PY_LOCK_ACQUIRED) {
-            lock->owner = PyThread_get_thread_ident(), lock->depth = 1;
-            return 1;
-        }
-        if (PyErr_CheckSignals()) return -1;
+        lock->waiting--;
+        if (status == PY_LOCK_ACQUIRED) lock->signalled = 0; /* another thread may have been faster */
+        if (!PyErr_CheckSignals()) continue;
+        if (!lock->depth) core_wake(lock); /* the thread that was woken does not take it */
+        return -1;
     }
     return 1;
 }
@@ -52,18 +53,18 @@ static PyObject *Lock_exit(PyObject *self, PyObject *Py_UNUSED(error)) { return 
 static PyObject *Lock_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(keywords))
 {
     ReentrantLock *lock = (ReentrantLock *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (lock && !(lock->lock = PyThread_allocate_lock())) {
-        Py_DECREF((PyObject *)lock);
-        return PyErr_NoMemory();
-    }
-    return (PyObject *)lock;
+    if (!lock) return NULL;
+    lock->lock = PyThread_allocate_lock();
+    if (lock->lock && PyThread_acquire_lock(lock->lock, NOWAIT_LOCK)) return (PyObject *)lock;
+    Py_DECREF((PyObject *)lock);
+    return PyErr_NoMemory();
 }
 
 static void Lock_dealloc(PyObject *self)
 {
     ReentrantLock *lock = (ReentrantLock *)self;
     if (lock->lock) {
-        if (lock->depth) PyThread_release_lock(lock->lock);
+        if (!lock->signalled) PyThread_release_lock(lock->lock);
         PyThread_free_lock(lock->lock);
     }
     core_free(self);

@@ -34,12 +34,14 @@ typedef struct {
     char done, captured;
 } WorkState;
 
-/* A lock that its owner may take several times. C code takes it without a call. */
+/* A lock that its owner may take several times. The GIL guards the fields, so only a thread that waits needs the system's lock,
+ * which none holds while `signalled`: it then wakes a waiting thread, or will wake the next. */
 typedef struct {
     PyObject_HEAD
     PyThread_type_lock lock;
     unsigned long owner; /* while depth > 0 */
-    int depth;
+    int depth, waiting;
+    char signalled;
 } ReentrantLock;
 
 /* The calls that a scope holds, as DeferredQueue in queue.py has them. */
@@ -86,14 +88,22 @@ static inline int core_try_lock(ReentrantLock *lock)
 {
     unsigned long thread = PyThread_get_thread_ident();
     if (lock->depth && lock->owner == thread) return ++lock->depth;
-    if (lock->depth || !PyThread_acquire_lock(lock->lock, NOWAIT_LOCK)) return 0;
+    if (lock->depth) return 0;
     lock->owner = thread;
     return lock->depth = 1;
 }
 
+/* Wake a waiting thread, if there is one, and none is woken already. */
+static inline void core_wake(ReentrantLock *lock)
+{
+    if (!lock->waiting || lock->signalled) return;
+    lock->signalled = 1;
+    PyThread_release_lock(lock->lock);
+}
+
 static inline void core_unlock(ReentrantLock *lock)
 {
-    if (!--lock->depth) PyThread_release_lock(lock->lock);
+    if (!--lock->depth) core_wake(lock);
 }
 
 static inline LoggedCall core_call_of(const WorkState *work)
