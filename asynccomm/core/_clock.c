@@ -30,7 +30,7 @@ static uint64_t first_ticks;    /* the counter then */
 static _Atomic uint64_t turn;   /* odd while a thread changes the following */
 static _Atomic uint64_t last_ticks, window; /* ticks */
 static _Atomic int64_t last;
-static _Atomic double tick;     /* nanoseconds */
+static _Atomic uint64_t tick;   /* in 1 / 2**32 of a nanosecond */
 
 /* Read both clocks at once: the kernel's, and the counter in *ticks, or 0 there if that was not at once. */
 static int64_t read_both(uint64_t *ticks)
@@ -65,7 +65,7 @@ static int64_t read_anew(void)
     double each = (double)(now - first) / (double)(ticks - first_ticks);
     atomic_store_explicit(&last_ticks, ticks, memory_order_relaxed);
     atomic_store_explicit(&last, now, memory_order_relaxed);
-    atomic_store_explicit(&tick, each, memory_order_relaxed);
+    atomic_store_explicit(&tick, (uint64_t)(each * 4294967296.0), memory_order_relaxed);
     atomic_store_explicit(&window, (uint64_t)(WINDOW_NS / each), memory_order_relaxed);
     atomic_store_explicit(&turn, even + 2, memory_order_release);
     return now;
@@ -76,11 +76,11 @@ int64_t core_nanoseconds(void)
     uint64_t before = atomic_load_explicit(&turn, memory_order_acquire);
     uint64_t ticks = __rdtsc() - atomic_load_explicit(&last_ticks, memory_order_relaxed);
     int64_t since = atomic_load_explicit(&last, memory_order_relaxed);
-    double each = atomic_load_explicit(&tick, memory_order_relaxed);
+    uint64_t each = atomic_load_explicit(&tick, memory_order_relaxed);
     uint64_t most = atomic_load_explicit(&window, memory_order_relaxed);
     atomic_thread_fence(memory_order_acquire);
     if (ticks >= most || before & 1 || before != atomic_load_explicit(&turn, memory_order_relaxed)) return read_anew();
-    return since + (int64_t)((double)ticks * each);
+    return since + (int64_t)(ticks * each >> 32);
 }
 #else
 void core_start_clock(void) {}

@@ -41,7 +41,7 @@ typedef struct {
 
 static const double SWITCH = 5e-6; /* seconds of a yield in which another thread had the core: they do not count as a wait */
 
-/* A wait in which nothing has moved for `seconds` is over, and so is one of STRETCHES times as long. */
+/* A wait in which nothing has moved for `seconds`, without SWITCHes, is over, and so is one of STRETCHES times as long. */
 typedef struct {
     double seconds, until, end;
 } Wait;
@@ -61,7 +61,7 @@ static int goes_on(Wait *wait, int moved)
     if (!moved) {
         sched_yield(); /* the other rank may need this core */
         double took = monotonic() - now;
-        if (took > SWITCH) wait->until += took;
+        if (took > SWITCH && (wait->until += took) > wait->end) wait->until = wait->end;
     }
     return 1;
 }

@@ -98,9 +98,18 @@ def _places(outputs: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
 def _all_reduce(
     gloo: TransferGroup, tensor: Tensor, output: Tensor, reduction: ReduceOp, size: int
 ) -> tuple[Any, Finish | None]:
-    if tensor is output and gloo.is_native(tensor.dtype, reduction) and arithmetic.is_plain(tensor):
-        # the usual case, with as little Python as possible: after a large operation none of it is in the caches
-        return gloo.all_reduce(tensor, reduction), None
+    # the ranks must send the same dtype, though the layouts of their tensors may differ
+    if gloo.is_native(tensor.dtype, reduction):
+        if tensor is output and arithmetic.is_plain(tensor):
+            # the usual case, with as little Python as possible: after a large operation none of it is in the caches
+            return gloo.all_reduce(tensor, reduction), None
+        if arithmetic.is_plain(output):
+            arithmetic.write(output, tensor)
+            return gloo.all_reduce(output, reduction), None
+        values = arithmetic.resolved(tensor)
+        if values.data_ptr() == tensor.data_ptr():
+            values = values.clone()
+        return gloo.all_reduce(values, reduction), partial(arithmetic.write, output, values.view(output.shape))
     wide = in_order(brought(tensor, output, reduction), reduction)
     work = gloo.all_reduce(wide, reduction, bools=tensor.dtype == torch.bool)
     return work, partial(narrow_all, wide, (output,), reduction, size)

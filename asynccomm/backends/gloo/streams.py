@@ -5,9 +5,10 @@ result on: as many bytes as on a ring, in two steps in place of one for each ran
 share to each rank, which passes it on. An all_reduce of more than two ranks goes round a **ring**: if ranks of one host
 are neighbours, fewer bytes cross the network. That of halves does not, because a ring rounds at each rank.
 
-The sockets are opened by the first collective, through the port for messages (``endpoint.py``). Each rank connects to
-all others, and sends on its own connections only: with data both ways on one connection, TCP took packets that came out
-of order for lost ones, and stood still for a tenth of a second (cubic and BBR, two hosts of namespaces).
+A socket is opened by the first collective that needs it, through the port for messages (``endpoint.py``). Each rank
+connects to those that it sends to, and sends on its own connections only: with data both ways on one connection, TCP
+took packets that came out of order for lost ones, and stood still for a tenth of a second (cubic and BBR, two hosts of
+namespaces).
 
 A group carries out its collectives one after the other. When the group ends, or a socket does, all collectives in
 progress fail.
@@ -20,7 +21,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final, Protocol, final
@@ -91,8 +92,18 @@ class _Plan(Protocol):
 
     tensors: tuple[Tensor, ...]  #: kept until the end
 
-    def carry_out(self, sinks: list[int], sources: list[int]) -> tuple[int, int]:
-        """Move the data on sockets to and from the other ranks.
+    @property
+    def sends_to(self) -> Sequence[int]:
+        """The ranks that get data from this one."""
+        ...
+
+    @property
+    def receives_from(self) -> Sequence[int]:
+        """The ranks that send data to this one."""
+        ...
+
+    def carry_out(self, sinks: Mapping[int, int], sources: Mapping[int, int]) -> tuple[int, int]:
+        """Move the data on the sockets to and from those ranks, by rank.
 
         Returns: an errno, or 0; and the rank at the other end of the socket that has failed.
         """
@@ -107,15 +118,16 @@ class _Ring:
         self.tensors: tuple[Tensor, ...] = (tensor,)
         self._rank = rank
         self._ends = struct.pack(f"<{len(ends)}Q", *ends)
-        self._size = len(ends)
         self._kernel = kernel
+        self.sends_to: Sequence[int] = [(rank + 1) % len(ends)]
+        self.receives_from: Sequence[int] = [(rank - 1) % len(ends)]
 
-    def carry_out(self, sinks: list[int], sources: list[int]) -> tuple[int, int]:
+    def carry_out(self, sinks: Mapping[int, int], sources: Mapping[int, int]) -> tuple[int, int]:
         """See ``_Plan``."""
-        rank, address = self._rank, self.tensors[0].data_ptr()
-        sides = sources[rank - 1], sinks[rank % len(sinks)]  # the lists lack this rank
-        error, side = _core.ring(*sides, address, self._ends, rank, *self._kernel)
-        return error, (rank + (1 if side else -1)) % self._size
+        (before,), (behind,) = self.receives_from, self.sends_to
+        sides, address = (sources[before], sinks[behind]), self.tensors[0].data_ptr()
+        error, side = _core.ring(*sides, address, self._ends, self._rank, *self._kernel)
+        return error, behind if side else before
 
 
 @final
@@ -150,10 +162,24 @@ class _Segments:
         """Send second segments of ``nbytes`` that are there from the start."""
         self._share = (0, 0, 0, nbytes, -1, -1, 0)
 
-    def carry_out(self, sinks: list[int], sources: list[int]) -> tuple[int, int]:
+    @property
+    def sends_to(self) -> Sequence[int]:
+        """See ``_Plan``."""
+        return self._with_bytes(self.first_sends, self.second_sends)
+
+    @property
+    def receives_from(self) -> Sequence[int]:
+        """See ``_Plan``."""
+        return self._with_bytes(self.first_receives, self.second_receives)
+
+    def _with_bytes(self, first: Sequence[Segment], second: Sequence[Segment]) -> list[int]:
+        return [peer for peer in range(self._size) if peer != self._rank and (first[peer][1] or second[peer][1])]
+
+    def carry_out(self, sinks: Mapping[int, int], sources: Mapping[int, int]) -> tuple[int, int]:
         """See ``_Plan``."""
         if self.copy is not None:
             ctypes.memmove(*self.copy)
+        others = [peer for peer in range(self._size) if peer != self._rank]
         packed = [
             _SEGMENTS.pack(
                 *self.first_sends[peer],
@@ -161,16 +187,16 @@ class _Segments:
                 *self.first_receives[peer],
                 *self.second_receives[peer],
             )
-            for peer in range(self._size)
-            if peer != self._rank
+            for peer in others
         ]
-        error, stream = _core.move(sinks, sources, b"".join(packed), *self._share)
+        descriptors = ([each.get(peer, -1) for peer in others] for each in (sinks, sources))
+        error, stream = _core.move(*descriptors, b"".join(packed), *self._share)
         return error, stream + (stream >= self._rank) if stream >= 0 else -1
 
 
 @final
 class StreamSockets:
-    """The sockets to and from all other ranks, for one group.
+    """The sockets to and from the other ranks, for one group.
 
     Args:
         channel: the number of the group.
@@ -185,28 +211,25 @@ class StreamSockets:
         self._sources: dict[int, socket.socket] = {}
         self._changed = threading.Condition()  # guards the fields
         self._ended = False
-        self._descriptors: tuple[list[int], list[int]] | None = None
         endpoint.channels[channel] = partial(self._adopt, self._sources)
 
-    def descriptors(self) -> tuple[list[int], list[int]]:
-        """Those to all other ranks and from them, in the order of ranks. Blocks until all are connected.
+    def descriptors(self, sinks: Sequence[int], sources: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+        """Those of the sockets to the ranks ``sinks`` and from the ranks ``sources``, by rank.
 
-        Raises: OSError.
+        Blocks until they are connected. Raises: OSError.
         """
-        if self._descriptors is None:
-            peers = [peer for peer in range(self._size) if peer != self._rank]
-            for peer in peers:
-                self._endpoint.connect_channel(peer, self._channel, partial(self._adopt, self._sinks, peer))
-            for peer in peers:
-                if not self._sinks[peer].recv(1):  # the peer has found the token right
-                    raise ConnectionResetError(f"rank {peer} has refused a connection")
-            with self._changed:
-                self._changed.wait_for(lambda: self._ended or len(self._sources) == len(peers))
-                if self._ended:
-                    raise ConnectionAbortedError("the group has ended")
-                sinks, sources = ([each[peer].fileno() for peer in peers] for each in (self._sinks, self._sources))
-                self._descriptors = sinks, sources
-        return self._descriptors
+        new = [peer for peer in sinks if peer not in self._sinks and not self._ended]
+        for peer in new:
+            self._endpoint.connect_channel(peer, self._channel, partial(self._adopt, self._sinks, peer))
+        for peer in new:
+            if not self._sinks[peer].recv(1):  # the peer has found the token right
+                raise ConnectionResetError(f"rank {peer} has refused a connection")
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._sources.keys() >= set(sources))
+            if self._ended:  # the numbers may be those of other sockets soon
+                raise ConnectionAbortedError("the group has ended")
+            to, back = self._sinks, self._sources
+            return {peer: to[peer].fileno() for peer in sinks}, {peer: back[peer].fileno() for peer in sources}
 
     def _adopt(self, sockets: dict[int, socket.socket], peer: int, sock: socket.socket) -> None:
         """Use ``sock``, which blocks, for ``peer``. From any thread."""
@@ -253,7 +276,7 @@ class StreamGroup:
         self._size = size
         self._sockets = sockets
         self._jobs = OrderedExecutor(name, 1)
-        self._problem: Exception | None = None  # the first failure: the data behind it is lost
+        self._problem = ""  # the first failure: the data behind it is lost
 
     def is_native(self, dtype: torch.dtype, reduction: ReduceOp) -> bool:
         """See ``groups.TransferGroup``."""
@@ -367,19 +390,16 @@ class StreamGroup:
 
     def _carry_out(self, plan: _Plan, work: StreamWork) -> None:
         """On the thread."""
-        if self._problem is None:
-            try:
-                self._move(plan)
-            except Exception as exc:
-                self._problem = exc
+        try:
+            if not self._problem:
+                error, peer = plan.carry_out(*self._sockets.descriptors(plan.sends_to, plan.receives_from))
+                if error:
+                    problem = f"rank {peer}: its connection ended" if peer >= 0 else "a wait failed"
+                    self._problem = f"{problem}: {os.strerror(error)}"
+        except Exception as exc:
+            self._problem = str(exc) or type(exc).__name__
         plan.tensors = ()
-        work.end(self._problem)
-
-    def _move(self, plan: _Plan) -> None:
-        error, peer = plan.carry_out(*self._sockets.descriptors())
-        if error:
-            problem = f"rank {peer}: its connection ended" if peer >= 0 else "a wait failed"
-            raise RuntimeError(f"{problem}: {os.strerror(error)}")
+        work.end(RuntimeError(self._problem) if self._problem else None)
 
     def abort(self) -> None:
         """Have all collectives fail, on this rank and on the others. From any thread, more than once."""

@@ -350,7 +350,7 @@ int core_goes_on(const FastPath *f, double waited, Spin *spin)
     } else if ((now = nanoseconds()) >= spin->until || now >= spin->last) {
         return 0;
     }
-    for (int k = 0; k < 4; k++) RELAX();
+    RELAX();
     if (++spin->waits > f->segment->spins) {
         sched_yield(); /* the late rank may need this core */
         int64_t took = nanoseconds() - now;

@@ -162,8 +162,8 @@ def test_an_output_of_its_own_is_reduced_in_and_the_input_untouched() -> None:
     tensor, out = torch.ones(3), torch.zeros(3)
     notes, finish = begin(AllReduce.of(GROUP, tensor, ReduceOp.SUM, out))
     assert notes.tensor().data_ptr() == out.data_ptr()
+    assert finish is None
     notes.tensor().fill_(8)
-    finish()
     assert out.tolist() == [8, 8, 8]
     assert tensor.tolist() == [1, 1, 1]
 
@@ -173,7 +173,7 @@ def test_an_output_that_lies_across_the_input_takes_a_copy_of_it(start: int) -> 
     memory = torch.arange(5.0)
     notes, finish = begin(AllReduce.of(GROUP, memory[1 - start : 4 - start], ReduceOp.SUM, memory[start : 3 + start]))
     assert notes.tensor().tolist() == [1.0 - start, 2 - start, 3 - start]
-    finish()
+    assert finish is None
     assert memory[start : 3 + start].tolist() == [1.0 - start, 2 - start, 3 - start]
 
 

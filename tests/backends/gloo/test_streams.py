@@ -21,6 +21,7 @@ from asynccomm.backends.gloo import streams
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
 from asynccomm.backends.gloo.streams import StreamGroup, StreamSockets, StreamWork
 from asynccomm.testing.conformance.data import reduced
+from tests.sampling import some
 
 pytestmark = pytest.mark.skipif(not streams.available(), reason="the module in C was not built")
 
@@ -39,9 +40,14 @@ class Pairs:
     def all(self) -> list[socket.socket]:
         return [*self.sinks.values(), *self.sources.values()]
 
-    def descriptors(self) -> tuple[list[int], list[int]]:
-        sinks, sources = ([each[peer].fileno() for peer in sorted(each)] for each in (self.sinks, self.sources))
-        return sinks, sources
+    def descriptors(self, sinks: Sequence[int], sources: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+        to, back = ({peer: each[peer].fileno() for peer in peers} for each, peers in self._asked(sinks, sources))
+        return to, back
+
+    def _asked(
+        self, sinks: Sequence[int], sources: Sequence[int]
+    ) -> list[tuple[dict[int, socket.socket], Sequence[int]]]:
+        return [(self.sinks, sinks), (self.sources, sources)]
 
     def end(self) -> None:
         for sock in self.all():
@@ -321,12 +327,26 @@ def test_a_rank_that_waits_for_others_to_connect_can_be_aborted(endpoints: list[
     while not sockets[2]._sources:
         os.sched_yield()
     group.abort()
-    with pytest.raises((ConnectionAbortedError, ConnectionResetError, BrokenPipeError)):
+    with pytest.raises(RuntimeError, match="the group has ended"):
         result(work)
     group.close(20)
     for each in sockets:
         each.end()
         each.close()
+
+
+def test_a_group_that_was_closed_uses_no_descriptor(endpoints: list[Endpoint]) -> None:
+    sockets = [StreamSockets(rank, 3, endpoint, 1) for rank, endpoint in enumerate(endpoints)]
+    serve(endpoints)
+    groups = [StreamGroup(rank, 3, each, f"test {rank}") for rank, each in enumerate(sockets)]
+    for work in [group.all_reduce(torch.ones(5), ReduceOp.SUM) for group in groups]:
+        result(work)
+    assert [len(each._all()) for each in sockets] == [2, 2, 2], "a ring needs its neighbours only"
+    for group in groups:
+        group.close(20)
+    for group in groups:  # a thread may be about to start one
+        with pytest.raises(RuntimeError, match="the group has ended"):
+            result(group.all_reduce(torch.ones(5), ReduceOp.SUM))
 
 
 def test_a_connection_for_no_channel_or_of_an_impossible_rank_is_refused(endpoints: list[Endpoint]) -> None:
@@ -357,13 +377,12 @@ def moves(comm: Comm) -> list[object]:
     """The collectives that the comm's groups carry out, from now on."""
     seen: list[object] = []
     for group in comm.unsafe_get_backend()._streams:  # type: ignore[attr-defined]
-        move = group._move
 
-        def noted(plan: object, move: Any = move) -> None:
+        def noted(plan: object, work: object, carry_out: Any = group._carry_out) -> None:
             seen.append(plan)
-            move(plan)
+            carry_out(plan, work)
 
-        group._move = noted
+        group._carry_out = noted
     return seen
 
 
@@ -393,6 +412,41 @@ async def test_one_rank_without_streams_leaves_all_to_gloo(without: str, monkeyp
         tensor = torch.full((300_000,), float(comm.rank))
         await comm.all_reduce(tensor)
         assert tensor.eq(1).all()
+
+
+def laid_out(values: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """An input with ``values``, and the output of its all_reduce."""
+    if layout == "strided":
+        tensor = torch.empty(2 * len(values), dtype=values.dtype)[::2].copy_(values)
+        return tensor, tensor
+    if layout == "apart":
+        return values.clone(), torch.zeros_like(values)
+    if layout == "apart and strided":
+        return values.clone(), torch.zeros(len(values), 3, dtype=values.dtype)[:, 1]
+    tensor = values.clone()
+    return tensor, tensor
+
+
+@pytest.mark.parametrize("numel", [300_000, 1_500_000])
+@pytest.mark.ranks(some([2, 3], 2))
+async def test_ranks_with_tensors_of_other_layouts_send_the_same_dtype(numel: int, comm: Comm) -> None:
+    layouts = ["plain", "strided", "apart", "apart and strided"]
+    async with new_comm("gloo", name="layouts", timeout=60) as own:
+        seen = moves(own)
+        for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int16):
+            inputs = [data(rank, numel, dtype) for rank in range(own.size)]
+            for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG):
+                expected = reduced(inputs, op)
+                for k in range(len(layouts)):
+                    source, output = laid_out(inputs[own.rank], layouts[(own.rank + k) % len(layouts)])
+                    await own.all_reduce(source, op=op, out=output)
+                    if op == ReduceOp.MAX or not dtype.is_floating_point:
+                        assert torch.equal(output, expected), (dtype, op, k)
+                    else:
+                        torch.testing.assert_close(output, expected)
+                    if source is not output:
+                        assert torch.equal(source, inputs[own.rank]), "inputs are never changed"
+        assert seen
 
 
 @pytest.mark.ranks(2)
