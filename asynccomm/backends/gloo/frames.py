@@ -56,8 +56,8 @@ from asynccomm.ops.reduce_op import RedOpType
 from asynccomm.ops.signature import signature
 
 ROOM: Final = 1024  # bytes of a contribution: up to this size, sending it costs no more than omitting it
-LONG: Final = 64 << 10  # bytes that a rank gives to the others or gets: up to this size, gloo's threads take longer
-PAIR: Final = 512 << 10  # the same between two ranks, where no algorithm sends fewer bytes; 1 MiB is faster by gloo
+LONG: Final = 64 << 10  # bytes that a rank gives to the others or gets: up to this size, another thread takes longer
+PAIR: Final = 512 << 10  # the same between two ranks, where no algorithm sends fewer bytes
 
 _NUMBERS: Final = struct.Struct("<qq")
 _HEADING: Final = struct.Struct("<QQQII")
@@ -203,14 +203,14 @@ def parcel_of(rank: int, given: bytes | Buffer) -> tuple[bytes, Tensor]:
 def room_of(op: Op, size: int) -> int:
     """Bytes of a contribution up to which frames of ``size`` ranks carry it.
 
-    Where another rank needs all of it, the ranks that wait for it get it at once, without gloo's threads.
+    Where another rank needs all of it, the ranks that wait for it get it at once, without another thread.
     """
     to_all = PAIR if size == 2 else max(ROOM, LONG // max(size - 1, 1))
     match op:
         case Gather():
-            return LONG
+            return max(LONG, to_all)
         case Scatter():
-            return LONG * size
+            return max(LONG, to_all) * size
         case AllReduce() | Reduce() | Broadcast() | AllGather() | AllGatherSingle():
             return to_all
     return to_all * size if has_parts(op) else ROOM

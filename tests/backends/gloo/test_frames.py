@@ -402,6 +402,6 @@ def test_data_of_another_length_than_the_output_are_refused(surplus: int) -> Non
 
 def test_the_room_of_what_goes_to_all_ranks_shrinks_with_their_number() -> None:
     assert [room_of(Broadcast(torch.float32, 1, 0), size) for size in (1, 2, 3, 1000)] == [LONG, PAIR, LONG // 2, ROOM]
-    assert [room_of(Gather(torch.float32, 1, 0), size) for size in (2, 1000)] == [LONG, LONG]
+    assert [room_of(Gather(torch.float32, 1, 0), size) for size in (2, 3, 1000)] == [PAIR, LONG, LONG]
     assert room_of(Barrier(), 2) == ROOM
     assert room_of(ReduceScatter(torch.float32, 2, ReduceOp.SUM, counts=(1, 2, 2)), 3) == ROOM
