@@ -103,10 +103,10 @@ def _all_reduce(
         if tensor is output and arithmetic.is_plain(tensor):
             # the usual case, with as little Python as possible: after a large operation none of it is in the caches
             return gloo.all_reduce(tensor, reduction), None
-        if arithmetic.is_plain(output):
-            arithmetic.write(output, tensor)
-            return gloo.all_reduce(output, reduction), None
         values = arithmetic.resolved(tensor)
+        if arithmetic.is_plain(output):
+            arithmetic.write(output, values.view(output.shape))
+            return gloo.all_reduce(output, reduction), None
         if values.data_ptr() == tensor.data_ptr():
             values = values.clone()
         return gloo.all_reduce(values, reduction), partial(arithmetic.write, output, values.view(output.shape))
