@@ -5,7 +5,6 @@
 #include "_streams.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -39,9 +38,8 @@ typedef struct {
     Source *sources;
 } FrameReader;
 
-static const double SWITCH = 5e-6; /* seconds of a yield in which another thread had the core: they do not count as a wait */
-
-/* A wait in which nothing has moved for `seconds`, without SWITCHes, is over, and so is one of STRETCHES times as long. */
+/* A wait in which nothing has moved for `seconds`, without the time that other threads had the core, is over, and so is one of
+ * STRETCHES times as long. */
 typedef struct {
     double seconds, until, end;
 } Wait;
@@ -58,11 +56,7 @@ static int goes_on(Wait *wait, int moved)
     double now = monotonic();
     if (moved && now < wait->end) wait->until = now + wait->seconds;
     else if (now >= wait->until) return 0;
-    if (!moved) {
-        sched_yield(); /* the other rank may need this core */
-        double took = monotonic() - now;
-        if (took > SWITCH && (wait->until += took) > wait->end) wait->until = wait->end;
-    }
+    if (!moved && (wait->until += offer_core()) > wait->end) wait->until = wait->end;
     return 1;
 }
 

@@ -11,13 +11,12 @@
 
 #include <errno.h>
 #include <poll.h>
-#include <sched.h>
 #include <string.h>
 #include <sys/socket.h>
 
-enum { PIECE = 64 << 10 };      /* bytes of one system call, which stay in the caches until they are reduced */
-static const double SPIN = 5e-5;   /* seconds without data until the thread sleeps: some wake-ups */
-static const double SWITCH = 5e-6; /* seconds of a yield in which another thread had the core */
+enum { PIECE = 64 << 10 };     /* bytes of one `recv`, which stay in the caches until they are reduced */
+enum { SENT = 1 << 20 };         /* bytes of one `send` */
+static const double SPIN = 5e-5; /* seconds without data until the thread sleeps: some wake-ups */
 
 /* The bytes of `nbytes` at `data` that have moved. */
 typedef struct {
@@ -69,7 +68,7 @@ static ssize_t send_some(Stream *s, const Share *share)
     uint64_t nbytes = 0;
     Segment *next = next_to_send(s, share, &nbytes);
     if (!next || !nbytes) return 0;
-    ssize_t count = outcome(send(s->to, next->data + next->moved, at_most(nbytes, 16 * PIECE), MSG_DONTWAIT | MSG_NOSIGNAL), 0);
+    ssize_t count = outcome(send(s->to, next->data + next->moved, at_most(nbytes, SENT), MSG_DONTWAIT | MSG_NOSIGNAL), 0);
     if (count > 0) next->moved += (uint64_t)count;
     return count;
 }
@@ -130,8 +129,7 @@ static int sleeps(Idle *idle, int moved)
         return 0;
     }
     if (now - idle->since >= SPIN) return 1;
-    sched_yield(); /* the other rank may need this core */
-    if (monotonic() - now > SWITCH) idle->since = -SPIN; /* so does some thread */
+    if (offer_core() > 0) idle->since = -SPIN; /* some thread needs it */
     return 0;
 }
 
@@ -176,8 +174,8 @@ static int move_all(Stream *streams, int count, Share *share, struct pollfd *pol
 
 /* move(sinks, sources, segments, rank, address, nbytes, done, giver, dtype, operator): the data of a collective.
  *
- * `segments` has four pairs of address and length for each other rank, in the order of the descriptors: what is sent first and second, and received first and
- * second. With a `dtype` of 0 or more, what is received first are contributions to this rank's share: they are reduced in the
+ * `segments` has four pairs of address and length for each other rank, in the order of the descriptors: what is sent first and
+ * second, and received first and second. With a `dtype` of 0 or more, what is received first are contributions to this rank's share: they are reduced in the
  * order of the ranks, with the `nbytes` at `address` as that of `rank`, and there. Otherwise the share has `done` bytes, or
  * arrives on stream `giver`.
  *
@@ -190,11 +188,12 @@ PyObject *core_move(PyObject *Py_UNUSED(module), PyObject *args)
     unsigned long long address, nbytes, done;
     int giver, dtype, operator, failed = -1;
     Share share = {NULL, 0, NULL, 0, 0, 1, -1};
-    if (!PyArg_ParseTuple(args, "O!O!y#iKKKiii", &PyList_Type, &sinks, &PyList_Type, &sources, &packed, &length, &share.rank, &address, &nbytes, &done, &giver,
-                          &dtype, &operator))
+    if (!PyArg_ParseTuple(args, "O!O!y#iKKKiii", &PyList_Type, &sinks, &PyList_Type, &sources, &packed, &length, &share.rank, &address,
+                          &nbytes, &done, &giver, &dtype, &operator))
         return NULL;
     int count = (int)PyList_Size(sinks);
-    if (PyList_Size(sources) != count || length != (Py_ssize_t)sizeof(uint64_t[8]) * count || share.rank < 0 || share.rank > count || giver >= count || dtype >= DTYPES
+    if (PyList_Size(sources) != count || length != (Py_ssize_t)sizeof(uint64_t[8]) * count || share.rank < 0 || share.rank > count
+        || giver >= count || dtype >= DTYPES
         || (dtype >= 0 && (operator < 0 || operator >= OPERATORS || !core_kernels[dtype][operator] || nbytes % (size_t)core_item_bytes[dtype])))
         return PyErr_Format(PyExc_ValueError, "%d streams, %zd bytes, rank %d, giver %d, kernel %d %d", count, length, share.rank, giver, dtype,
                             operator);
@@ -298,7 +297,7 @@ static int go_round(Ring *r, int *failed)
         ssize_t sent = 0, received = 0;
         if (nbytes) {
             const char *data = r->data + start_of(r, chunk_of(r, r->out)) + r->sent;
-            sent = outcome(send(r->to, data, at_most(nbytes, 16 * PIECE), MSG_DONTWAIT | MSG_NOSIGNAL), 0);
+            sent = outcome(send(r->to, data, at_most(nbytes, SENT), MSG_DONTWAIT | MSG_NOSIGNAL), 0);
             if (sent > 0) r->sent += (uint64_t)sent;
         }
         size_t most = receivable(r, &to);

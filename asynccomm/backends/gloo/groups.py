@@ -24,7 +24,7 @@ class TransferGroup(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, bools: bool = False) -> Any:
-        """Reduce in place; AVG and PREMUL_SUM are a sum, unless ``is_native``."""
+        """Reduce in place; AVG and PREMUL_SUM are a sum."""
         ...
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp, *, bools: bool = False) -> Any:

@@ -35,13 +35,12 @@ from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
-MOST_RANKS: Final = 32  # each rank has a socket to every other
+MOST_RANKS: Final = 32  # each rank may have sockets to and from every other
 
 _core: Final[Any] = load("asynccomm.backends.gloo._frames")
 _SEGMENTS: Final = struct.Struct("<8Q")  # address and bytes of the four segments
 _NOTHING: Final = 0, 0
 _BOOLS: Final = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}  # on 0 and 1
-
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 
 Segment = tuple[int, int]  # address and bytes
@@ -312,7 +311,7 @@ class StreamGroup:
         return plan, parts
 
     def _parts(self, tensor: Tensor) -> list[Segment]:
-        """The parts of ``tensor``, of as many elements as possible, one for each rank."""
+        """The parts of ``tensor``, one for each rank, which differ by an element at most."""
         address = tensor.data_ptr()
         return [(address + start, end - start) for start, end in pairwise(self._ends(tensor))]
 
