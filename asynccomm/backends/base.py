@@ -58,6 +58,7 @@ __all__ = [
     "DirectCalls",
     "FastCalls",
     "HeldCall",
+    "Offer",
     "RankInfo",
     "Submission",
     "UnsuitableError",
@@ -161,6 +162,22 @@ class Announcements(Protocol):
         """Wait for the text."""
 
 
+class OpenResource(Protocol):
+    """A resource that can be closed at any time."""
+
+    def close(self) -> None:
+        """Close the resource. Idempotent."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An announcement of rank 0 that the other ranks receive when they meet, which saves a message later."""
+
+    text: str
+    resource: OpenResource | None = None  #: at rank 0: the resource that the text describes; closed after connecting
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class BackendContext:
@@ -175,12 +192,14 @@ class BackendContext:
     hints: Mapping[str, str] = field(default_factory=dict)  #: already checked; only keys of ``Backend.hints``
     high_priority_stream: bool = False  #: for GPU backends
     announcements: Announcements | None = None  #: None: there is only the store
+    offer: Offer | None = None  #: the result of ``Backend.offer`` at rank 0, or its text at the other ranks
     alternatives: bool = False  #: whether another backend is tried if this one raises UnsuitableError
 
     def announce(self, text: str) -> Coroutine[Any, Any, None]:
         """Send ``text`` to the other ranks; rank 0 calls this once, and awaits the result or cancels it when all came.
 
-        The text goes to the store at once if there is no other way, and else for ranks that do not come soon.
+        The text goes to the store at once if there is no other way, and else for ranks that do not come soon. Ranks
+        that have an offer ignore the text.
         """
         if self.announcements is not None:
             self.announcements.announce(text)
@@ -193,6 +212,8 @@ class BackendContext:
 
     async def announced(self) -> bytes:
         """The announcement of rank 0."""
+        if self.offer is not None:
+            return self.offer.text.encode()
         if self.announcements is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANNOUNCE_SECONDS):
@@ -440,6 +461,11 @@ class Backend(Handle, abc.ABC):
 
         Raises: ValueError for a hint's value, UnsuitableError on all ranks alike, BackendError.
         """
+
+    @classmethod
+    def offer(cls, hints: Mapping[str, str], size: int) -> Offer | None:
+        """What rank 0 of a comm of ``size`` ranks can announce before the ranks meet; None: nothing."""
+        return None
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:

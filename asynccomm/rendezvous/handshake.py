@@ -125,6 +125,7 @@ class _Hello(_VersionedHello, frozen=True):
 class _Answer(TaggedMessage, frozen=True):
     members: list[Member] | None  #: in rank order; None: they stand under ``members``
     tokens: Tokens
+    offers: dict[Text, str] = {}  # noqa: RUF012 (msgspec copies it)
 
 
 @final
@@ -139,6 +140,7 @@ class HandshakeResult(NamedTuple):
     members: list[RankInfo]  #: in rank order
     contacts: list[RankAddress]  #: of the members that have a control channel
     tokens: Tokens  #: of the control channel
+    offers: Mapping[str, str]  #: of rank 0, see ``Offer``; by the name of the backend
 
 
 async def handshake(
@@ -151,12 +153,14 @@ async def handshake(
     *,
     ordering: str = "program",
     contact: RankAddress | None = None,
+    offers: Mapping[str, str] | None = None,
     spent: float = 0.0,
 ) -> HandshakeResult:
     """Connect with the other ranks of comm ``name``. Cancelling is safe.
 
     Args:
         contact: the address of this rank's control channel, if the rank has one.
+        offers: of rank 0: texts for the other ranks, by the name of a backend (``Offer``).
         timeout: seconds allowed for the whole set-up of the comm.
         spent: seconds of ``timeout`` already used.
 
@@ -180,11 +184,13 @@ async def handshake(
     deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)
     if rank == 0:
-        return await _welcome(place, name, hello, deadline, timeout)
+        return await _welcome(place, name, hello, dict(offers or {}), deadline, timeout)
     return await _ask(place, name, hello, deadline, timeout)
 
 
-async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeout: float) -> HandshakeResult:
+async def _welcome(
+    place: Store, name: str, mine: _Hello, offers: dict[str, str], deadline: float, timeout: float
+) -> HandshakeResult:
     size = mine.size
     deadline -= min(NOTICE, timeout / 10)
     epoch = secrets.token_hex(8)
@@ -212,18 +218,19 @@ async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeo
     members, tokens = _as_listed([hellos[rank].member for rank in range(size)]), Tokens.random()
     if size > MEMBERS_INLINE:
         await room.set("members", pack_table([_row(member) for member in members]))
-    text = dumps(_Answer(members if size <= MEMBERS_INLINE else None, tokens))
+    text = dumps(_Answer(members if size <= MEMBERS_INLINE else None, tokens, offers))
     await room.multi_set({f"answer/{nonce}": text for nonce in nonces})
     await room.check([])  # a round trip: the answers are stored; later losses of rank 0 are found by other means
-    return _joined(epoch, members, tokens)
+    return _joined(epoch, members, tokens, offers)
 
 
-def _joined(epoch: str, members: Sequence[Member], tokens: Tokens) -> HandshakeResult:
+def _joined(epoch: str, members: Sequence[Member], tokens: Tokens, offers: Mapping[str, str]) -> HandshakeResult:
     return HandshakeResult(
         epoch,
         [RankInfo(each.rank, each.host, each.pid, each.network, each.address) for each in members],
         [member.contact for member in members if member.contact is not None],
         tokens,
+        offers,
     )
 
 
@@ -272,19 +279,17 @@ class _HelloReader:
         room = self._room
         count = await room.add("arrivals", 0)
         fresh = self._fresh(count)
-        there = await asyncio.gather(*(room.check([f"hello/{number}"]) for number in fresh))
-        new = [number for number, is_there in zip(fresh, there, strict=True) if is_there]
+        said = await asyncio.gather(*map(self._said, fresh))
+        new = {number: text for number, text in zip(fresh, said, strict=True) if text is not None}
         if not new:
-            text = await self._wait(count + 1, deadline, missing=bool(fresh))
-            return [] if text is None or (hello := self._read(text)) is None else [hello]
+            early = await self._wait(count + 1, deadline, missing=bool(fresh))
+            return [] if early is None or (hello := self._read(early)) is None else [hello]
         self._pause = FIRST_READ
-        said = await asyncio.gather(*(self._said(number, deadline) for number in new))
-        self._seen.update(number for number, text in zip(new, said, strict=True) if text is not None)
-        said = [None if (number, text) == self._early else text for number, text in zip(new, said, strict=True)]
+        self._seen.update(new)
         while self._low in self._seen:
             self._seen.remove(self._low)
             self._low += 1
-        return [hello for text in said if text is not None and (hello := self._read(text)) is not None]
+        return [hello for item in new.items() if item != self._early and (hello := self._read(item[1])) is not None]
 
     def _fresh(self, count: int) -> list[int]:
         """The numbers of 1 to ``count`` to read next."""
@@ -315,10 +320,10 @@ class _HelloReader:
         self._early = number, text
         return text
 
-    async def _said(self, number: int, deadline: float) -> bytes | None:
-        """The hello with this number; None if it was deleted or the deadline has passed."""
+    async def _said(self, number: int) -> bytes | None:
+        """The hello with this number; None if it is missing."""
         try:
-            return await self._room.get(f"hello/{number}", max(0.0, min(LAST_LOOK, deadline - time.monotonic())))
+            return await self._room.get(f"hello/{number}", 0.0)
         except StoreTimeoutError:
             return None
 
@@ -410,7 +415,7 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
                 members = answer.members
                 if members is None:
                     members = _unpacked(await room.get("members", left()), mine.size, most)
-                return _joined(epoch, _checked(members, mine), answer.tokens)
+                return _joined(epoch, _checked(members, mine), answer.tokens, answer.offers)
         except MessageError as exc:
             raise RendezvousError(f"comm {name!r}: the answer of rank 0 cannot be read: {exc}") from None
         except StoreTimeoutError:

@@ -226,26 +226,38 @@ class StoreClient(Store):
     async def get(self, key: str, timeout: float | None = None) -> bytes:
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        while (value := await self._get_if_present(key)) is None:  # also after a wait: the key may have been deleted
-            try:
-                await self._waits.wait([key], max(0.0, deadline - time.monotonic()), verify=False)
-            except StoreTimeoutError:
-                raise StoreTimeoutError(f"keys {[key]} did not all appear within {limit:g} s") from None
-        return value
+        if self._libuv and limit > 0:
+            if value := await self._get(key):
+                return value
+            await self._waited(key, deadline)  # most likely the key is missing; a wait for an empty value ends at once
+        while (found := await self._get_if_present(key)) is None:  # also after a wait: the key may have been deleted
+            if not await self._waited(key, deadline):
+                raise StoreTimeoutError(f"keys {[key]} did not all appear within {limit:g} s")
+        return found
+
+    async def _waited(self, key: str, deadline: float) -> bool:
+        """Wait for ``key``. Returns False at the deadline."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        try:
+            await self._waits.wait([key], left, verify=False)
+        except StoreTimeoutError:
+            return False
+        return True
 
     async def _get_if_present(self, key: str) -> bytes | None:
+        if self._libuv and (value := await self._get(key)):
+            return value
         line = self._line()
-        if self._libuv:
-            line.codec.get(key)
-            value: bytes = await line.reply()
-            if value:  # an empty answer is ambiguous: libuv's server also sends it for a missing key
-                return value
-            line = self._line()
         line.codec.check([key])  # CHECK first: a legacy server drops a client that GETs a missing key
-        if not await line.reply():
-            return None
+        return await self._get(key) if await line.reply() else None
+
+    def _get(self, key: str) -> asyncio.Future[bytes]:
+        """The value at ``key``; of a missing key empty, from libuv's server."""
+        line = self._line()
         line.codec.get(key)
-        return await line.reply()  # type: ignore[no-any-return]
+        return line.reply()
 
     def add(self, key: str, amount: int) -> asyncio.Future[int]:
         line = self._line()

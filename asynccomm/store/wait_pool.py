@@ -71,7 +71,7 @@ class WaitConnection:
         self._line = line
         self._present = present
         self._waiters: list[_Waiter] = []
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Future[None] | None = None  # done when the waiters change
         self._task: asyncio.Task[None] | None = None
         self._closed: ClosedError | None = None
         self._pause = FIRST_POLL
@@ -110,7 +110,7 @@ class WaitConnection:
 
     def _add(self, waiter: _Waiter) -> None:
         self._waiters.append(waiter)
-        self._changed.set()
+        self._change()
         self._pause = FIRST_POLL
         self._poll_at = min(self._poll_at, time.monotonic() + FIRST_POLL)
         if self._task is None or self._task.done():
@@ -119,7 +119,11 @@ class WaitConnection:
     def _remove(self, waiter: _Waiter) -> None:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
-            self._changed.set()
+            self._change()
+
+    def _change(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
 
     async def aclose(self, error: ClosedError) -> None:
         """Fail all waiters with ``error`` and close the connection."""
@@ -146,22 +150,18 @@ class WaitConnection:
 
     async def _serve_newest(self) -> None:
         """Let the newest waiter own the WAIT until the server answers or the set of waiters changes."""
-        self._changed.clear()
         owner = self._waiters[-1]
         self._line.codec.wait(owner.keys)
         answer = self._line.reply()
-        change = asyncio.create_task(self._changed.wait(), name="asynccomm store change")
-        try:
-            while not (answer.done() or change.done()):
-                others = self._waiters[:-1]
-                left = max(0.0, self._poll_at - time.monotonic()) if others else None
-                await asyncio.wait({answer, change}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if others and time.monotonic() >= self._poll_at:
-                    await self._settle_present(others)
-                    self._pause = min(1.5 * self._pause, LAST_POLL)
-                    self._poll_at = time.monotonic() + self._pause
-        finally:
-            change.cancel()
+        self._changed = change = asyncio.get_running_loop().create_future()
+        while not (answer.done() or change.done()):
+            others = self._waiters[:-1]
+            left = max(0.0, self._poll_at - time.monotonic()) if others else None
+            await asyncio.wait({answer, change}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if others and time.monotonic() >= self._poll_at:
+                await self._settle_present(others)
+                self._pause = min(1.5 * self._pause, LAST_POLL)
+                self._poll_at = time.monotonic() + self._pause
         if not answer.done():
             self._line.codec.cancel_wait()
             self._line.flush()

@@ -108,9 +108,10 @@ def test_the_meeting_has_a_name_that_nobody_can_guess() -> None:
 
         group = CommInfo("test", 0, 2, torch.device("cpu"))
         before = listeners_of(os.getpid())
-        hosts = [handshake.RootSide(group, FdBag(), (-1, -1, -1)) for _ in range(2)]
+        doors = [handshake.Entrance({}, 2) for _ in range(2)]
+        hosts = [handshake.RootSide(group, door, FdBag(), (-1, -1, -1)) for door in doors]
         names = {name for name in names_of(os.getpid()) if name.startswith("@asynccomm-")}
-        assert names == {f"@{host.address({}).name}" for host in hosts}
+        assert names == {f"@{door.address.name}" for door in doors}
         assert all(len(name) == len("@asynccomm-") + 32 for name in names)
         assert listeners_of(os.getpid()) == before
         for host in hosts:

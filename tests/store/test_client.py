@@ -7,7 +7,7 @@ import contextlib
 import math
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -170,6 +170,34 @@ async def test_a_lone_get_of_what_is_there_is_one_round_trip(proxy: Any, use_lib
     await client.aclose()
 
 
+async def test_a_get_of_a_missing_key_waits_at_once(client: StoreClient, use_libuv: bool) -> None:
+    checks = 0
+    check = client._command.codec.check
+
+    def counted(keys: Sequence[str]) -> None:
+        nonlocal checks
+        checks += 1
+        check(keys)
+
+    client._command.codec.check = counted  # type: ignore[method-assign]
+    getting = asyncio.create_task(client.get("late", 20))
+    await client.ping()
+    await client.set("late", b"value")
+    assert await getting == b"value"
+    assert checks == (0 if use_libuv else 2)  # a legacy server drops a client that asks for a missing key
+    await client.aclose()
+
+
+async def test_a_get_of_an_empty_value(client: StoreClient) -> None:
+    await client.set("empty", b"")
+    for limit in (20, 1e-6, 0):
+        assert await client.get("empty", limit) == b"", limit
+    for limit in (0.01, 1e-6, 0):
+        with pytest.raises(StoreTimeoutError, match=rf"\['missing'\] did not all appear within {limit:g} s"):
+            await client.get("missing", limit)
+    await client.aclose()
+
+
 async def test_cancelled_requests_keep_their_place(client: StoreClient) -> None:
     tasks = [client.add("n", 1) for _ in range(50)]
     await asyncio.sleep(0)
@@ -279,8 +307,6 @@ async def test_a_wait_line_that_babbles(fake: StartFake) -> None:
     async def missing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1000)  # a GET
         writer.write(bytes(8))
-        await reader.read(1000)  # a CHECK, to tell an empty value from none
-        writer.write(b"\x01")
         await reader.read()
 
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

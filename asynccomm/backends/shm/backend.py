@@ -22,13 +22,15 @@ import anyio.to_thread
 import torch
 from torch import Tensor
 
-from asynccomm.backends.base import Backend, BackendContext, DirectCalls, FastCalls, Submission
+from asynccomm.backends.base import Backend, BackendContext, DirectCalls, FastCalls, Offer, Submission
 from asynccomm.backends.shm.arena import arena
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
+from asynccomm.backends.shm.handshake import Entrance
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
 from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds, thread_spin_seconds, yield_seconds
 from asynccomm.backends.shm.windows import ShmWindow, WindowPace
+from asynccomm.control.transport.schema import dumps
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError
 from asynccomm.ops import WindowInfo
@@ -77,6 +79,16 @@ class ShmBackend(Backend):
         Settings.of(hints)
         thread_spin_seconds(hints, spin_seconds(hints, 2))
         yield_seconds(hints)
+
+    @classmethod
+    def offer(cls, hints: Mapping[str, str], size: int) -> Offer | None:
+        if size == 1 or unsupported():
+            return None
+        try:
+            entrance = Entrance(Settings.of(hints).as_dict(), size)
+        except OSError:  # connecting tries again, and reports the problem
+            return None
+        return Offer(dumps(entrance.address), entrance)
 
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:

@@ -1,6 +1,7 @@
 """Bootstrap of a shared segment: the ranks exchange descriptors over a local socket.
 
-1. Rank 0 listens at an abstract address (which leaves no file behind), and announces the address.
+1. Rank 0 listens at an abstract address (which leaves no file behind), and announces the address, if it has not done
+   so when the ranks met (``Offer``).
 2. Each other rank connects. Both sides check the other side's user, and a token from the announcement. The rank sends
    its descriptors to rank 0: its two doorbells, one end of a pipe that reads EOF when the rank is lost, and perhaps the
    memory of its tensors (``arena.py``).
@@ -37,7 +38,7 @@ from typing import Any, Final, NoReturn, Protocol, final
 
 from asynccomm.backends.base import SOON_SECONDS, BackendContext, UnsuitableError
 from asynccomm.backends.shm.fd_socket import FdBag
-from asynccomm.backends.shm.handshake import Address, Handed, PeerSide, RootSide, parse_address
+from asynccomm.backends.shm.handshake import Address, Entrance, Handed, PeerSide, RootSide, parse_address
 from asynccomm.backends.shm.segment import Segment, create
 from asynccomm.control.transport.schema import dumps
 from asynccomm.core.hosts import pretends
@@ -83,6 +84,8 @@ async def report_unsupported(context: BackendContext, reason: str) -> NoReturn:
     Raises: UnsuitableError, as ``bootstrap_segment`` does on the other ranks.
     """
     problem = f"rank {context.group.rank} cannot share memory: {reason}"
+    if context.offer is not None and context.offer.resource is not None:
+        context.offer.resource.close()  # else the other ranks would wait there for an answer
     if context.group.rank == 0:
         await context.announce(dumps(Address(problem)))
     await _consult(context, problem, asyncio.get_running_loop().create_future())
@@ -116,12 +119,15 @@ async def bootstrap_segment(
         try:
             there, liveness_fd = (ours.add(fd) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
             mine = (*bells, there) if arena is None else (*bells, there, arena)
-            side = RootSide(context.group, ours, mine) if rank == 0 else PeerSide(size, ours, mine)
+            if rank == 0:
+                side: RootSide | PeerSide = RootSide(context.group, _entrance(context, settings), ours, mine)
+            else:
+                side = PeerSide(size, ours, mine)
         except OSError as exc:
             await report_unsupported(context, str(exc.strerror))
         with contextlib.closing(side):
             if isinstance(side, RootSide):
-                segment, handed = await _accept_peers(context, settings, layout, side)
+                segment, handed = await _accept_peers(context, layout, side)
             else:
                 segment, handed = await _connect_to_root(context, settings, layout, side)
         ours.close_one(there)  # the peers have duplicates, and a rank does not watch itself
@@ -137,11 +143,21 @@ async def bootstrap_segment(
     )
 
 
+def _entrance(context: BackendContext, settings: Mapping[str, int]) -> Entrance | None:
+    """Where rank 0 lets the other ranks in. Raises: OSError."""
+    if context.group.size == 1:
+        return None
+    offered = None if context.offer is None else context.offer.resource
+    return offered if isinstance(offered, Entrance) else Entrance(settings, context.group.size)
+
+
 async def _accept_peers(
-    context: BackendContext, settings: Mapping[str, int], layout: SegmentLayout, host: RootSide
+    context: BackendContext, layout: SegmentLayout, host: RootSide
 ) -> tuple[Segment, dict[int, Handed]]:
     """Rank 0's side; returns the segment and all ranks' descriptors."""
-    announcing = asyncio.ensure_future(context.announce(dumps(host.address(settings))))
+    announcing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    if host.entrance is not None and context.offer is None:
+        announcing = asyncio.ensure_future(context.announce(dumps(host.entrance.address)))
     watching = asyncio.ensure_future(_problem_in_store(context.store))
     fd, problem = -1, ""
     try:

@@ -97,15 +97,46 @@ def _news_from(data: bytes, size: int) -> _News:
 
 
 @final
+class Entrance:
+    """The listening socket of rank 0, and the address that lets the other ranks in.
+
+    Args:
+        settings: hints that must have the same values on all ranks.
+        size: the number of ranks.
+
+    Raises: OSError.
+    """
+
+    def __init__(self, settings: Mapping[str, int], size: int) -> None:
+        name = f"asynccomm-{secrets.token_hex(16)}"
+        # tokens are needed because the name is no secret: any process on the host can list the names in use
+        self.ask, self.answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
+        self.address: Address = Address("", dict(settings), name, self.ask.hex(), self.answer.hex())
+        self.listener: socket.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self.listener.bind(f"\0{name}")
+            self.listener.listen(max(size, BACKLOG))
+        except OSError:
+            self.listener.close()
+            raise
+        self.listener.setblocking(False)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self.listener.close()
+
+
+@final
 class RootSide:
     """Rank 0's side of the connections.
 
     Args:
+        entrance: of a group with several ranks; the caller closes it.
         ours: owns the descriptors that are received.
         mine: the descriptors that this rank sends to the others.
     """
 
-    def __init__(self, group: CommInfo, ours: FdBag, mine: Handed) -> None:
+    def __init__(self, group: CommInfo, entrance: Entrance | None, ours: FdBag, mine: Handed) -> None:
         self.ours = ours
         self.handed: dict[int, Handed] = {0: mine}  #: descriptors by rank
         self.segment: Segment | None = None  #: dropped by ``close``: the frames of an error would keep its mapping
@@ -113,8 +144,6 @@ class RootSide:
         self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
         self._comm, self._size, self._each = group.name, group.size, len(mine)
         self._loop = asyncio.get_running_loop()
-        self._name = f"asynccomm-{secrets.token_hex(16)}"
-        self._ask, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
         self.came: asyncio.Future[None] = self._loop.create_future()  #: all ranks have connected, or ``problem`` is set
         self._lines: dict[int, FdSocket] = {}  # by rank
         self._reports: dict[int, str] = {}  # problems by rank; empty: the rank has mapped the segment
@@ -122,36 +151,19 @@ class RootSide:
         self._asked = False  # for results in the store
         self._over = False  # the verdict is on its way
         self._admission = Admission(f"rank 0 of comm {group.name!r}", self._refuse, group.size, FdSocket.read)
-        self._listener: socket.socket | None = None
-        if group.size > 1:
-            self._listen()
-        else:
+        self.entrance: Entrance | None = entrance  #: None: no rank may come any more
+        if entrance is None:
             self.came.set_result(None)
-
-    def address(self, settings: Mapping[str, int]) -> Address:
-        """The entry of rank 0 in the store."""
-        # tokens are needed because the name is no secret: any process on the host can list the names in use
-        return Address("", dict(settings), self._name, self._ask.hex(), self._answer.hex())
-
-    def _listen(self) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.bind(f"\0{self._name}")
-            listener.listen(max(self._size, BACKLOG))
-        except OSError:
-            listener.close()
-            raise
-        listener.setblocking(False)
-        self._listener = listener
-        self._loop.add_reader(listener.fileno(), self._accept)
+        else:
+            self._loop.add_reader(entrance.listener.fileno(), self._accept)
 
     def _accept(self) -> None:
         """Accept up to ``ACCEPTS`` connections; the loop calls again if more are waiting."""
         for _ in range(ACCEPTS):
-            if self._listener is None:
+            if self.entrance is None:
                 return
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = self.entrance.listener.accept()
             except ConnectionAbortedError:
                 continue
             except BlockingIOError:
@@ -187,8 +199,9 @@ class RootSide:
         self.handed[rank] = tuple([self.ours.add(fd) for fd in message.fds])
         self._lines[rank] = line
         line.receive = functools.partial(self._on_report, rank)
+        assert self.entrance is not None
         with contextlib.suppress(OSError):  # the connection reports its own end
-            line.send_now(self._answer)
+            line.send_now(self.entrance.answer)
             if self._asked:
                 line.send_now(_CONSULT)
         self._send_loss()
@@ -207,7 +220,7 @@ class RootSide:
         if len(message.data) != HELLO.size:
             return 0, "without a hello"
         token, rank = HELLO.unpack(message.data)
-        if not secrets.compare_digest(token, self._ask):
+        if self.entrance is None or not secrets.compare_digest(token, self.entrance.ask):
             return 0, WRONG_TOKEN
         if not 0 < rank < self._size or rank in self._lines:
             return 0, "as a rank that has come already or does not exist"
@@ -277,10 +290,10 @@ class RootSide:
     def stop_listening(self) -> None:
         for line in list(self._admission.waiting):
             self._admission.refuse(line, "silent")
-        if self._listener is not None:
-            self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
+        if self.entrance is not None:
+            self._loop.remove_reader(self.entrance.listener.fileno())
+            self.entrance.close()
+            self.entrance = None
         self._admission.log_refusals()
 
     def close(self) -> None:
@@ -292,7 +305,7 @@ class RootSide:
 
 @final
 class PeerSide:
-    """Any other rank's side of the connection; arguments as for ``RootSide``."""
+    """Any other rank's side of the connection; other arguments as for ``RootSide``."""
 
     def __init__(self, size: int, ours: FdBag, mine: Handed) -> None:
         self.ours = ours

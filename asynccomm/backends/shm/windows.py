@@ -115,7 +115,8 @@ class ShmWindow(BackendWindow):
 
         Raises: see ``bootstrap_segment``.
         """
-        context = replace(context, store=context.store.prefix(f"window {window.number}"), announcements=None)
+        room = context.store.prefix(f"window {window.number}")
+        context = replace(context, store=room, announcements=None, offer=None)
         layout = WindowLayout(window, guests)
         with contextlib.ExitStack() as unless_connected:
             try:

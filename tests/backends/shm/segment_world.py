@@ -6,15 +6,17 @@ import os
 import select
 import socket
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from asynccomm import MemoryStore, Store
-from asynccomm.backends.base import BackendContext, RankInfo
+from asynccomm.backends.base import BackendContext, Offer, RankInfo
 from asynccomm.backends.shm import handshake
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment
 from asynccomm.backends.shm.layout import Layout
+from asynccomm.control.transport.schema import dumps
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.ops.validation import CommInfo
 
@@ -47,6 +49,17 @@ class World:
     def rank(self, rank: int, **settings: int) -> Awaitable[PeerMapping]:
         context = context_of(self.store, rank, self.size)
         return bootstrap_segment(context, {**SETTINGS, **settings}, layout_of(self.size), self.bells[rank])
+
+    def offered(self) -> list[BackendContext]:
+        """The contexts of ranks that have met with an offer of rank 0."""
+        entrance = handshake.Entrance(SETTINGS, self.size)
+        text = dumps(entrance.address)
+        offers = [Offer(text, entrance), *[Offer(text)] * (self.size - 1)]
+        return [replace(context_of(self.store, rank, self.size), offer=offer) for rank, offer in enumerate(offers)]
+
+    def joining(self, context: BackendContext) -> Awaitable[PeerMapping]:
+        rank = context.group.rank
+        return bootstrap_segment(context, SETTINGS, layout_of(self.size), self.bells[rank])
 
     async def all(self) -> list[PeerMapping]:
         return await asyncio.gather(*(self.rank(rank) for rank in range(self.size)))

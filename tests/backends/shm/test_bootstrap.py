@@ -233,6 +233,31 @@ async def test_ranks_that_hear_announcements_need_no_store(
     check_mappings(await asyncio.gather(*joining), world.bells)
 
 
+async def test_an_offer_saves_the_announcement(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "SOON_SECONDS", 60)
+    world = world_of(3)
+    contexts = [dataclasses.replace(context, store=NoStore()) for context in world.offered()]
+    zero, *others = contexts
+    coming = [asyncio.ensure_future(world.joining(context)) for context in others]  # before rank 0
+    await asyncio.sleep(0)
+    check_mappings(await asyncio.gather(world.joining(zero), *coming), world.bells)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_declines_after_an_offer(world_of: Callable[[int], World], rank: int) -> None:
+    """The other ranks may have connected to rank 0 by then."""
+    world = world_of(3)
+    contexts = world.offered()
+    declining = contexts.pop(rank)
+    coming = [asyncio.ensure_future(world.joining(context)) for context in contexts]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    outcomes = await asyncio.gather(*coming, report_unsupported(declining, "no"), return_exceptions=True)
+    all_unsuitable(outcomes, f"comm 'test': rank {rank} cannot share memory: no")
+
+
 async def test_a_rank_that_hears_no_announcement_looks_in_the_store(
     world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
