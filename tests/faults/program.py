@@ -585,13 +585,19 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
                 late.cancel()
                 strike()
 
+    async def connect_after(session: Session, *args: Any) -> None:
+        if _IS_VICTIM.get():
+            await session.await_channel()
+            strike()
+        await connect_first(session, *args)
+
     match point:
         case "meeting":
             bootstrap.handshake = wrapped(bootstrap.handshake, after=False)
         case "met":
             bootstrap.handshake = wrapped(bootstrap.handshake, after=True)
         case "attached":
-            Session.await_channel = wrapped(Session.await_channel, after=True)  # type: ignore[method-assign]
+            connecting._connect_first = connect_after
         case _:
             connecting._connect_first = connect_while
 
