@@ -406,19 +406,24 @@ static long instruction_of(PyObject *frame)
     return instruction;
 }
 
-/* The place (code, instruction), which most often is that of the call before; NULL with an exception. */
+/* The place (code, instruction), which most often is that of a call before; NULL with an exception. */
 static PyObject *place_at(FastPath *f, PyObject *code, PyObject *frame)
 {
     long instruction = instruction_of(frame);
     if (instruction == -1 && PyErr_Occurred()) return NULL;
-    if (!f->site || f->site_instruction != instruction || PyTuple_GetItem(f->site, 0) != code) {
-        PyObject *place = Py_BuildValue("(Ol)", code, instruction), *last = f->site;
+    uintptr_t k = ((uintptr_t)code / 64 + (uintptr_t)instruction / 2) % CODES; /* instructions take two bytes */
+    PyObject *place = f->sites[k];
+    if (!place || f->site_instructions[k] != instruction || PyTuple_GetItem(place, 0) != code) {
+        PyObject *before = place;
+        place = Py_BuildValue("(Ol)", code, instruction);
         if (!place) return NULL;
-        f->site = place, f->site_instruction = instruction;
-        Py_XDECREF(last);
+        f->sites[k] = place, f->site_instructions[k] = instruction;
+        Py_INCREF(place); /* the end of the one before may run Python code, which may call here */
+        Py_XDECREF(before);
+        return place;
     }
-    Py_INCREF(f->site);
-    return f->site;
+    Py_INCREF(place);
+    return place;
 }
 
 /* As call_site, from `frame` on, a reference that is taken; None if Python has to look. */
@@ -767,7 +772,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(waited) DO(waiters) DO(deciding) DO(site) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
+    DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(waited) DO(waiters) DO(deciding) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
     DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -777,6 +782,7 @@ static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
 #define VISIT(name) Py_VISIT((PyObject *)f->name);
     OBJECTS(VISIT)
     for (int k = 0; k < CODES; k++) {
+        Py_VISIT(f->sites[k]);
         Py_VISIT(f->codes[k]);
         Py_VISIT(f->passed[k]);
     }
@@ -803,6 +809,7 @@ static int FastPath_clear(PyObject *self)
     } while (0);
     OBJECTS(CLEAR)
     for (int k = 0; k < CODES; k++) {
+        Py_CLEAR(f->sites[k]);
         Py_CLEAR(f->codes[k]);
         Py_CLEAR(f->passed[k]);
     }

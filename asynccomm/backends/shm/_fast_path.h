@@ -148,8 +148,8 @@ typedef struct {
     ReentrantLock *lock;
     Questions questions;
     PyTypeObject *tensor, *parameter;
-    PyObject *site; /* of the last call, or NULL */
-    long site_instruction;
+    PyObject *sites[CODES]; /* the places of calls, by code and instruction */
+    long site_instructions[CODES];
     PyObject *codes[CODES], *passed[CODES]; /* of the user, that have called, and between them and the call; by their addresses */
     uint64_t seen[SEEN]; /* hashes of keys with lists, by themselves */
     Scopes scopes;

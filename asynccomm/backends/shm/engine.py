@@ -128,7 +128,7 @@ class Engine:
         self._with_worker = False
         self._dozing = False  # the progress thread may sleep until it is rung
         self._counts: CallCounts | None = None  # of the fast path's calls
-        self._arming_again = False
+        self._oldest: HeldCall | None = None  # the oldest posted message when ``_arm`` last ran
         self._posted: Callable[[HeldCall], Submission] | None = None  # see ``DirectCalls``
 
     # -- from the comm ------------------------------------------------------------------------------------------------
@@ -216,13 +216,16 @@ class Engine:
             self._position.arming = True
 
     def _arm(self) -> None:
-        # of tasks that await posted receives, as those of gather() do, the first steps run before the second call
-        if self._position.posted and not self._arming_again:
-            self._arming_again = True
+        # of tasks that await posted receives, as those of gather() do, the first steps run before the second call; a
+        # program that goes on exchanging messages has another one posted by then
+        posted, before = self._position.posted, self._oldest
+        waiting = self._queue or self._messages.pending or self._inbox
+        if posted and (before is None or not waiting) and posted[0] is not before:
+            self._oldest = posted[0]
             self._loop.call_soon(self._arm)
             return
-        self._position.arming = self._arming_again = False
-        if self._position.posted or self._queue or self._messages.pending or self._inbox:  # else C has done all of it
+        self._position.arming, self._oldest = False, None
+        if posted or waiting:  # else C has done all of it
             self._drive()
 
     # -- driving ------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from asynccomm import (
     PeerLostError,
     RedOpType,
     ReduceOp,
+    Work,
     new_comm,
 )
 from asynccomm.backends.shm.backend import ShmBackend
@@ -356,6 +357,24 @@ async def test_a_work_has_everything() -> None:
             ("all_reduce(float32[2], SUM)", work.site, work.seq) for work in works
         ]
         assert comm.statistics()[:4] == (3, 0, 0, 0)
+
+
+@pytest.mark.ranks(1)
+async def test_each_of_many_places_has_its_own_site() -> None:
+    """More than the fast path remembers, in two functions whose instructions are alike."""
+    places: dict[str, Any] = {}
+    calls = "".join("    works.append(comm.barrier())\n" for _ in range(50))
+    for name in ("first", "second"):
+        exec(compile(f"async def {name}(comm, works):\n{calls}", f"/program/{name}.py", "exec"), places)
+    async with counted() as (comm, _):
+        for _ in range(3):
+            for name in ("first", "second"):
+                works: list[Work[None]] = []
+                await places[name](comm, works)
+                expected = [f"/program/{name}.py:{line} in {name}" for line in range(2, 52)]
+                assert [show(work.site) for work in works] == expected
+                for work in works:
+                    await work
 
 
 @pytest.mark.ranks(1)

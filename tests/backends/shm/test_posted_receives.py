@@ -426,6 +426,31 @@ async def test_a_receive_is_awaited_on_the_loop_of_its_comm_only() -> None:
         await receive
 
 
+@pytest.mark.ranks(1, backend="shm")
+async def test_a_program_that_goes_on_exchanging_keeps_its_messages_in_c(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each turn of the loop, which a streak of awaits grants from time to time, it has another message posted."""
+    engine: Any = comm.unsafe_get_backend()._engine  # type: ignore[attr-defined]
+    taken: list[object] = []
+    monkeypatch.setattr(engine, "_drive", lambda: taken.extend(engine._position.posted))
+    posted = engine._position.posted
+    posted.append(object())
+    engine._arm_soon()
+    for _ in range(20):
+        await asyncio.sleep(0)
+        posted[:] = [object()]  # C has settled the one before
+        assert engine._position.arming
+    left = posted[0]
+    await until(lambda: taken)
+    assert taken == [left], "the loop turns, and the message stays"
+    posted.clear()
+    assert not engine._position.arming
+    engine._arm_soon()
+    await until(lambda: not engine._position.arming)
+    assert taken == [left]
+
+
 @pytest.mark.ranks(2)
 async def test_an_interruption_while_a_receive_is_posted_breaks_the_comm(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = await new_comm("shm", name="interrupted", timeout=60)
