@@ -58,7 +58,7 @@ __all__ = [
     "DirectCalls",
     "FastCalls",
     "HeldCall",
-    "Offer",
+    "BackendOffer",
     "RankInfo",
     "Submission",
     "UnsuitableError",
@@ -171,7 +171,7 @@ class OpenResource(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Offer:
+class BackendOffer:
     """An announcement of rank 0 that the other ranks receive when they meet, which saves a message later."""
 
     text: str
@@ -192,7 +192,7 @@ class BackendContext:
     hints: Mapping[str, str] = field(default_factory=dict)  #: already checked; only keys of ``Backend.hints``
     high_priority_stream: bool = False  #: for GPU backends
     announcements: Announcements | None = None  #: None: there is only the store
-    offer: Offer | None = None  #: the result of ``Backend.offer`` at rank 0, or its text at the other ranks
+    offer: BackendOffer | None = None  #: the result of ``Backend.offer`` at rank 0, or its text at the other ranks
     alternatives: bool = False  #: whether another backend is tried if this one raises UnsuitableError
 
     def announce(self, text: str) -> Coroutine[Any, Any, None]:
@@ -463,8 +463,8 @@ class Backend(Handle, abc.ABC):
         """
 
     @classmethod
-    def offer(cls, hints: Mapping[str, str], size: int) -> Offer | None:
-        """What rank 0 of a comm of ``size`` ranks can announce before the ranks meet; None: nothing."""
+    def offer(cls, hints: Mapping[str, str], size: int) -> BackendOffer | None:
+        """The announcement that rank 0 of ``size`` ranks can make before the ranks meet; None: there is none."""
         return None
 
     @classmethod

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
-from asynccomm.backends.base import Backend, Offer, own_hints
+from asynccomm.backends.base import Backend, BackendOffer, own_hints
 from asynccomm.comm.connecting import connect_session
 from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
@@ -67,7 +67,7 @@ async def bootstrap(
         channel = None if sockets is None else _open_channel(joined, sockets, start + limit)
         unless_met.pop_all()
     if group.rank:
-        offers = {name: Offer(text) for name, text in joined.offers.items()}
+        offers = {name: BackendOffer(text) for name, text in joined.offers.items()}
     ranks = range(group.size)
     job = Job(world, group, room, meeting, channel, origin)
     identity = CommIdentity(
@@ -81,14 +81,14 @@ async def bootstrap(
     return session
 
 
-def _offers(group: CommInfo, backends: Mapping[str, type[Backend]], options: CommOptions) -> dict[str, Offer]:
+def _offers(group: CommInfo, backends: Mapping[str, type[Backend]], options: CommOptions) -> dict[str, BackendOffer]:
     """The offer of the backend that is tried first, by the backend's name."""
     name, backend = next(iter(backends.items()))
     offer = backend.offer(own_hints(backend, options.hints), group.size)
     return {} if offer is None else {name: offer}
 
 
-def _close(offers: Mapping[str, Offer]) -> None:
+def _close(offers: Mapping[str, BackendOffer]) -> None:
     for offer in offers.values():
         if offer.resource is not None:
             offer.resource.close()
@@ -101,7 +101,7 @@ async def _join(
     ordering: str,
     timeout: float,
     sockets: ListeningSockets | None,
-    offers: Mapping[str, Offer],
+    offers: Mapping[str, BackendOffer],
     start: float,
 ) -> tuple[StoreSession, HandshakeResult]:
     """Meet the other ranks; retry if the store closes meanwhile, since its host had closed an earlier comm there."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, Offer, UnsuitableError, own_hints
+from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, BackendOffer, UnsuitableError, own_hints
 from asynccomm.comm.reporter import Reporter
 from asynccomm.comm.session import EXPLAIN_SECONDS, Session
 from asynccomm.errors import AbortedError, AsyncCommError, BackendError, BrokenError, PeerLostError, StoreError
@@ -20,7 +20,7 @@ ABSENT_SECONDS = 2.0  # for the store to list the ranks that came
 CONNECT_SECONDS = 0.5  # to wait for the reason of an error; short, as ranks that saw this one leave wait for it, too
 CLOSED_SECONDS = 2.0  # that a rank goes on connecting after a member has closed the comm that is split
 
-NONE: Final[Mapping[str, Offer]] = MappingProxyType({})
+NONE: Final[Mapping[str, BackendOffer]] = MappingProxyType({})
 
 _log = logging.getLogger("asynccomm")
 
@@ -31,7 +31,7 @@ async def connect_session(
     timeout: float,
     parent: Session | None = None,
     *,
-    offers: Mapping[str, Offer] = NONE,
+    offers: Mapping[str, BackendOffer] = NONE,
 ) -> None:
     """Connect the first of ``backends`` that suits, and accept calls. Any failure ends the session.
 
@@ -105,7 +105,7 @@ async def _miss_members(session: Session, parent: str, reporter: Reporter) -> No
 
 
 async def _connect_first(
-    session: Session, backends: Mapping[str, type[Backend]], timeout: float, offers: Mapping[str, Offer]
+    session: Session, backends: Mapping[str, type[Backend]], timeout: float, offers: Mapping[str, BackendOffer]
 ) -> None:
     session.candidates = backends
     last = list(backends)[-1]

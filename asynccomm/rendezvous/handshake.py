@@ -140,7 +140,7 @@ class HandshakeResult(NamedTuple):
     members: list[RankInfo]  #: in rank order
     contacts: list[RankAddress]  #: of the members that have a control channel
     tokens: Tokens  #: of the control channel
-    offers: Mapping[str, str]  #: of rank 0, see ``Offer``; by the name of the backend
+    offers: Mapping[str, str]  #: of rank 0, see ``BackendOffer``; by the name of the backend
 
 
 async def handshake(
@@ -160,7 +160,7 @@ async def handshake(
 
     Args:
         contact: the address of this rank's control channel, if the rank has one.
-        offers: of rank 0: texts for the other ranks, by the name of a backend (``Offer``).
+        offers: of rank 0: texts for the other ranks, by the name of a backend (``BackendOffer``).
         timeout: seconds allowed for the whole set-up of the comm.
         spent: seconds of ``timeout`` already used.
 

@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from asynccomm import BackendError, MemoryStore, RendezvousError, StoreError
-from asynccomm.backends.base import BackendContext, Offer
+from asynccomm.backends.base import BackendContext, BackendOffer
 from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.comm import bootstrap as assembly_module
 from asynccomm.comm.bootstrap import bootstrap
@@ -64,7 +64,7 @@ async def test_a_rank_that_stays_alone_closes_its_offer(monkeypatch: pytest.Monk
             self.closed += 1
 
     door = Door()
-    monkeypatch.setattr(LoopbackBackend, "offer", lambda hints, size: Offer("text", door))
+    monkeypatch.setattr(LoopbackBackend, "offer", lambda hints, size: BackendOffer("text", door))
     with pytest.raises(RendezvousError, match=r"ranks \[1\] of 2 did not come"):
         await made(MemoryStore(), 0, 2, CommOptions(timeout=0.05))
     assert door.closed
@@ -72,7 +72,7 @@ async def test_a_rank_that_stays_alone_closes_its_offer(monkeypatch: pytest.Monk
 
 
 async def test_the_offer_of_rank_0_reaches_the_backends_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    offers: dict[int, Offer | None] = {}
+    offers: dict[int, BackendOffer | None] = {}
     connect = LoopbackBackend.connect
 
     async def noted(context: BackendContext) -> LoopbackBackend:
@@ -80,10 +80,10 @@ async def test_the_offer_of_rank_0_reaches_the_backends_of_all(monkeypatch: pyte
         return await connect(context)
 
     monkeypatch.setattr(LoopbackBackend, "connect", noted)
-    monkeypatch.setattr(LoopbackBackend, "offer", lambda hints, size: Offer(f"for {size}"))
+    monkeypatch.setattr(LoopbackBackend, "offer", lambda hints, size: BackendOffer(f"for {size}"))
     store = MemoryStore()
     await close(*await asyncio.gather(*(made(store, rank, 2) for rank in range(2))))
-    assert offers == {0: Offer("for 2"), 1: Offer("for 2")}
+    assert offers == {0: BackendOffer("for 2"), 1: BackendOffer("for 2")}
 
 
 async def test_the_first_of_its_family() -> None:

@@ -165,6 +165,19 @@ async def test_a_thread_that_ends_at_once_leaves_no_socket_open(monkeypatch: pyt
             ControlChannel.open(0, [late.contact], Tokens.random(), late)
 
 
+async def test_a_channel_that_ends_before_it_has_begun_leaves_no_socket_open() -> None:
+    with nothing_unclosed():
+        (doors,) = doors_of("a")
+        thread, going = thread_module.control_thread(), threading.Event()
+        thread.call(going.wait)
+        channel = ControlChannel.open(0, [doors.contact], Tokens.random(), doors)
+        thread.call(channel._begin_closing)
+        going.set()
+        assert await channel.connected()
+        thread.release()
+        await ended(channel)
+
+
 async def test_ranks_without_a_channel_are_left_out() -> None:
     doors = doors_of("aa")
     contacts = [doors[0].contact, replace(doors[1].contact, local="")]

@@ -22,7 +22,7 @@ import anyio.to_thread
 import torch
 from torch import Tensor
 
-from asynccomm.backends.base import Backend, BackendContext, DirectCalls, FastCalls, Offer, Submission
+from asynccomm.backends.base import Backend, BackendContext, BackendOffer, DirectCalls, FastCalls, Submission
 from asynccomm.backends.shm.arena import arena
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
@@ -81,14 +81,14 @@ class ShmBackend(Backend):
         yield_seconds(hints)
 
     @classmethod
-    def offer(cls, hints: Mapping[str, str], size: int) -> Offer | None:
+    def offer(cls, hints: Mapping[str, str], size: int) -> BackendOffer | None:
         if size == 1 or unsupported():
             return None
         try:
             entrance = Entrance(Settings.of(hints).as_dict(), size)
         except OSError:  # connecting tries again, and reports the problem
             return None
-        return Offer(dumps(entrance.address), entrance)
+        return BackendOffer(dumps(entrance.address), entrance)
 
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:

@@ -1,7 +1,7 @@
 """Bootstrap of a shared segment: the ranks exchange descriptors over a local socket.
 
 1. Rank 0 listens at an abstract address (which leaves no file behind), and announces the address, if it has not done
-   so when the ranks met (``Offer``).
+   so when the ranks met (``BackendOffer``).
 2. Each other rank connects. Both sides check the other side's user, and a token from the announcement. The rank sends
    its descriptors to rank 0: its two doorbells, one end of a pipe that reads EOF when the rank is lost, and perhaps the
    memory of its tensors (``arena.py``).

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from asynccomm import MemoryStore, Store
-from asynccomm.backends.base import BackendContext, Offer, RankInfo
+from asynccomm.backends.base import BackendContext, BackendOffer, RankInfo
 from asynccomm.backends.shm import handshake
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment
 from asynccomm.backends.shm.layout import Layout
@@ -54,7 +54,7 @@ class World:
         """The contexts of ranks that have met with an offer of rank 0."""
         entrance = handshake.Entrance(SETTINGS, self.size)
         text = dumps(entrance.address)
-        offers = [Offer(text, entrance), *[Offer(text)] * (self.size - 1)]
+        offers = [BackendOffer(text, entrance), *[BackendOffer(text)] * (self.size - 1)]
         return [replace(context_of(self.store, rank, self.size), offer=offer) for rank, offer in enumerate(offers)]
 
     def joining(self, context: BackendContext) -> Awaitable[PeerMapping]:
