@@ -199,7 +199,7 @@ class BackendContext:
         """Send ``text`` to the other ranks; rank 0 calls this once, and awaits the result or cancels it when all came.
 
         The text goes to the store at once if there is no other way, and else for ranks that do not come soon. Ranks
-        that have an offer ignore the text.
+        that have an offer need no call.
         """
         if self.announcements is not None:
             self.announcements.announce(text)

@@ -66,15 +66,15 @@ async def bootstrap(
         joined = await exchange_addresses(room, joined, sockets, group.rank, options.hints, start + limit)
         channel = None if sockets is None else _open_channel(joined, sockets, start + limit)
         unless_met.pop_all()
-    if group.rank:
-        offers = {name: BackendOffer(text) for name, text in joined.offers.items()}
-    ranks = range(group.size)
-    job = Job(world, group, room, meeting, channel, origin)
-    identity = CommIdentity(
-        job, reservation, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks
-    )
-    session = Session(group, options, Mailbox(asyncio.get_running_loop()), identity)
     try:
+        if group.rank:
+            offers = {name: BackendOffer(text) for name, text in joined.offers.items()}
+        ranks = range(group.size)
+        job = Job(world, group, room, meeting, channel, origin)
+        identity = CommIdentity(
+            job, reservation, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks
+        )
+        session = Session(group, options, Mailbox(asyncio.get_running_loop()), identity)
         await connect_session(session, backends, max(LEAST_SECONDS, start + limit - time.monotonic()), offers=offers)
     finally:
         _close(offers)

@@ -116,9 +116,10 @@ class ControlChannel:
 
         Returns: False, with a warning, if connecting takes over ``timeout`` seconds: then the channel is of no use.
         """
-        opening = self._opening
-        assert opening is not None
-        problem = opening.result() if opening.done() else await asyncio.shield(asyncio.wrap_future(opening))
+        assert self._opening is not None
+        opening = asyncio.wrap_future(self._opening)
+        opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # not logged after a cancellation
+        problem = await asyncio.shield(opening)
         if problem:
             _log.warning("rank %d has no control channel: %s", self.rank, problem)
         return not problem

@@ -132,7 +132,7 @@ class Router:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, to: Address, body: Body, *, patient: bool = False) -> None:
-        """Send a message; without a route, it waits for a connection, or is dropped at the root.
+        """Send a message; without a route, it waits for one. At the root, messages to ranks that are gone are dropped.
 
         Args:
             patient: of a message to all: it may wait for others.
@@ -167,7 +167,7 @@ class Router:
         elif self.up is not None:
             if came_by is not self.up:
                 self.up.send(message)
-        elif not self.is_root:
+        elif not self.is_root or (isinstance(to, int) and to not in self.gone):  # the rank is about to connect
             self._waiting.append(message)
 
     def _has_passed(self, message: RoutedMessage) -> bool:
@@ -287,6 +287,10 @@ class Router:
     def _set_route(self, rank: int, link: Transport) -> None:
         self._routes[rank] = link
         self._behind.setdefault(link, set()).add(rank)
+        if any(message.to == rank for message in self._waiting):
+            waiting, self._waiting = self._waiting, deque(maxlen=KEPT)
+            for message in waiting:
+                self._route(message, None)
 
     def attach(self, rank: int, link: Transport) -> None:
         """Add the connection to ``rank``, above this node."""

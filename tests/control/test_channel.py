@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import threading
@@ -146,6 +147,27 @@ async def test_opening_can_be_cancelled() -> None:
     await channel.aclose()
     await until(lambda: descriptors() <= held, "all descriptors closed")
     await until(lambda: thread_module._thread is None, "the thread's end")
+
+
+async def test_a_cancelled_wait_for_the_connection_leaves_no_error_behind() -> None:
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    root, doors = doors_of("aa")  # the root listens, and does not answer
+    channel = ControlChannel.open(1, [root.contact, doors.contact], Tokens.random(), doors)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await channel.connected()
+    await channel.aclose()
+    opening = channel._opening
+    assert opening is not None
+    await until(opening.done, "its end")
+    await asyncio.to_thread(channel._thread.join)
+    for _ in range(3):  # the loop passes the error on
+        await asyncio.sleep(0)
+    del opening, channel
+    gc.collect()
+    assert not errors
+    root.close()
 
 
 async def test_a_thread_that_ends_at_once_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:

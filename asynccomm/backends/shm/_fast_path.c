@@ -414,11 +414,11 @@ static PyObject *place_at(FastPath *f, PyObject *code, PyObject *frame)
     uintptr_t k = ((uintptr_t)code / 64 + (uintptr_t)instruction / 2) % CODES; /* instructions take two bytes */
     PyObject *place = f->sites[k];
     if (!place || f->site_instructions[k] != instruction || PyTuple_GetItem(place, 0) != code) {
-        PyObject *before = place;
         place = Py_BuildValue("(Ol)", code, instruction);
         if (!place) return NULL;
+        PyObject *before = f->sites[k]; /* now: garbage collection may have run Python code, which may have called here */
         f->sites[k] = place, f->site_instructions[k] = instruction;
-        Py_INCREF(place); /* the end of the one before may run Python code, which may call here */
+        Py_INCREF(place);
         Py_XDECREF(before);
         return place;
     }

@@ -86,7 +86,7 @@ async def report_unsupported(context: BackendContext, reason: str) -> NoReturn:
     problem = f"rank {context.group.rank} cannot share memory: {reason}"
     if context.offer is not None and context.offer.resource is not None:
         context.offer.resource.close()  # else the other ranks would wait there for an answer
-    if context.group.rank == 0:
+    if context.group.rank == 0 and context.offer is None:
         await context.announce(dumps(Address(problem)))
     await _consult(context, problem, asyncio.get_running_loop().create_future())
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import random
 import struct
@@ -375,6 +376,52 @@ async def test_each_of_many_places_has_its_own_site() -> None:
                 assert [show(work.site) for work in works] == expected
                 for work in works:
                     await work
+
+
+@pytest.mark.ranks(1)
+async def test_calls_of_finalizers_do_not_disturb_the_places() -> None:
+    """Making a place may run the garbage collector, and its finalizers call, too, from many places."""
+    names: dict[str, Any] = {}
+    calls = "".join("    comm.barrier()\n" + "    x = 1\n" * (i % 2) for i in range(60))
+    exec(compile(f"def inner(comm):\n{calls}", "/program/inner.py", "exec"), names)
+    calls = "".join("    prepare()\n    works.append(comm.barrier())\n" for _ in range(40))
+    exec(compile(f"def outer(comm, prepare, works):\n{calls}", "/program/outer.py", "exec"), names)
+    finalized, delays = 0, itertools.cycle(range(1, 12))
+    taken: list[tuple[int, None]] = []
+    async with counted() as (comm, _):
+
+        class Finalized:
+            def __init__(self) -> None:
+                self.me = self
+
+            def __del__(self) -> None:
+                nonlocal finalized
+                finalized += 1
+                names["inner"](comm)
+
+        def prepare() -> None:
+            """Leave a cycle, and no free tuple, so that one of the next allocations collects."""
+            gc.disable()
+            gc.set_threshold(*thresholds)
+            taken.clear()
+            Finalized()
+            taken.extend((i, None) for i in range(3000))
+            gc.enable()
+            gc.set_threshold(gc.get_count()[0] + next(delays), 1000, 1000)
+
+        gc.collect()
+        thresholds = gc.get_threshold()
+        try:
+            for _ in range(11):
+                works: list[Work[None]] = []
+                names["outer"](comm, prepare, works)
+                assert [show(work.site) for work in works] == [
+                    f"/program/outer.py:{line} in outer" for line in range(3, 83, 2)
+                ]
+                await asyncio.sleep(0)
+        finally:
+            gc.set_threshold(*thresholds)
+    assert finalized > 100
 
 
 @pytest.mark.ranks(1)
