@@ -41,7 +41,8 @@ class _DaemonPool:
     def run(self, function: Callable[[], None]) -> None:
         with self._lock:
             self._spoken_for += 1
-            start = self._spoken_for > self._alive and self._alive < self._limit
+            # while the threads end, one more: those alive may take their sentinels, and leave the function
+            start = self._ending or (self._spoken_for > self._alive and self._alive < self._limit)
             self._alive += start
             self._jobs.put(function)  # under the lock: a thread about to end checks the queue once more under the lock
         if start:

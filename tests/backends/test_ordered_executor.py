@@ -286,3 +286,16 @@ async def test_a_coroutine_waits_for_a_job(gate: threading.Event) -> None:
     gate.set()
     assert await lanes.run("lane", lambda: done, mailbox) == [1], "a cancelled wait has ended the job"
     lanes.end()
+
+
+def test_jobs_that_come_while_the_threads_end_are_run() -> None:
+    """A thread that has yet to take its sentinel counts as alive, and runs nothing any more."""
+    for turn in range(200):
+        executor = OrderedExecutor(f"ends {turn}", 1)
+        executor.put(0, lambda: None)
+        assert executor.join(PATIENCE)
+        executor.end()
+        over = threading.Event()
+        executor.put(0, over.set)
+        assert over.wait(PATIENCE), turn
+        join_threads(f"ends {turn}")
