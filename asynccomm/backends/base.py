@@ -54,11 +54,11 @@ from asynccomm.store.base import Store
 __all__ = [
     "Backend",
     "BackendContext",
+    "BackendOffer",
     "BackendWindow",
     "DirectCalls",
     "FastCalls",
     "HeldCall",
-    "BackendOffer",
     "RankInfo",
     "Submission",
     "UnsuitableError",

@@ -198,13 +198,12 @@ class ControlChannel:
 
     async def _start(self, socks: Sequence[socket.socket], timeout: float) -> str:
         """Listen and connect. Returns why there is no channel; empty: there is one."""
-        for sock in socks:
-            if self._closed:
-                sock.close()
-            else:
-                self._listener.listen(sock)
         if self._closed:
+            for sock in socks:
+                sock.close()
             return ""
+        for sock in socks:
+            self._listener.listen(sock)
         self._pulse = self._thread.loop.call_later(FIRST_CHECK_SECONDS, self._send_heartbeats)
         return "" if await self._uplink.wait_connected(timeout) else f"rank {self._router.above} cannot be reached"
 

@@ -232,7 +232,13 @@ class Router:
 
     def _route_again(self) -> None:
         """Send all messages that had no route, or that may have been lost with a connection."""
-        waiting = [*self._log.repeated, *self._waiting]
+        for message in [*self._log.repeated]:
+            self._route(message, None)
+        self._route_waiting()
+
+    def _route_waiting(self) -> None:
+        """Send the messages that had no route; some may wait further."""
+        waiting = [*self._waiting]
         self._waiting.clear()
         for message in waiting:
             self._route(message, None)
@@ -272,6 +278,7 @@ class Router:
             link.send(self._gone_message([self.rank], "", ALL))
         if self._patient.waiting and rank == self._heir:
             self._entrust(self._patient.waiting)
+        self._route_waiting()
 
     def _missed_news(self) -> list[RoutedMessage | MessageBatch]:
         """The news that a rank may have missed. All ranks connect to a new root, so they are not made anew for each."""
@@ -287,10 +294,6 @@ class Router:
     def _set_route(self, rank: int, link: Transport) -> None:
         self._routes[rank] = link
         self._behind.setdefault(link, set()).add(rank)
-        if any(message.to == rank for message in self._waiting):
-            waiting, self._waiting = self._waiting, deque(maxlen=KEPT)
-            for message in waiting:
-                self._route(message, None)
 
     def attach(self, rank: int, link: Transport) -> None:
         """Add the connection to ``rank``, above this node."""
@@ -338,6 +341,7 @@ class Router:
                     return  # sent before the rank was gone
             elif isinstance(body, Presence):  # no other message: a repeated message may come from any rank
                 self._set_route(source, link)
+                self._route_waiting()
                 self.last_heard.setdefault(source, now)  # it may stop before the first heartbeat
             if isinstance(body, Heartbeat):
                 self.last_heard.update(

@@ -222,7 +222,8 @@ class StreamSockets:
             self._endpoint.connect_channel(peer, self._channel, partial(self._adopt, self._sinks, peer))
         for peer in new:
             sink = self._sinks.get(peer)  # none: the group has ended meanwhile
-            if not (sink and sink.recv(1)) and not self._ended:  # else the peer has found the token right
+            admitted = sink is not None and sink.recv(1)  # the peer has found the token right
+            if not admitted and not self._ended:
                 raise ConnectionResetError(f"rank {peer} has refused a connection")
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._sources.keys() >= set(sources))

@@ -412,17 +412,15 @@ static PyObject *place_at(FastPath *f, PyObject *code, PyObject *frame)
     long instruction = instruction_of(frame);
     if (instruction == -1 && PyErr_Occurred()) return NULL;
     uintptr_t k = ((uintptr_t)code / 64 + (uintptr_t)instruction / 2) % CODES; /* instructions take two bytes */
-    PyObject *place = f->sites[k];
+    PyObject *place = f->sites[k], *before = NULL;
     if (!place || f->site_instructions[k] != instruction || PyTuple_GetItem(place, 0) != code) {
         place = Py_BuildValue("(Ol)", code, instruction);
         if (!place) return NULL;
-        PyObject *before = f->sites[k]; /* now: garbage collection may have run Python code, which may have called here */
+        before = f->sites[k]; /* now: garbage collection may have run Python code, which may have called here */
         f->sites[k] = place, f->site_instructions[k] = instruction;
-        Py_INCREF(place);
-        Py_XDECREF(before);
-        return place;
     }
     Py_INCREF(place);
+    Py_XDECREF(before);
     return place;
 }
 

@@ -84,10 +84,11 @@ async def report_unsupported(context: BackendContext, reason: str) -> NoReturn:
     Raises: UnsuitableError, as ``bootstrap_segment`` does on the other ranks.
     """
     problem = f"rank {context.group.rank} cannot share memory: {reason}"
-    if context.offer is not None and context.offer.resource is not None:
-        context.offer.resource.close()  # else the other ranks would wait there for an answer
-    if context.group.rank == 0 and context.offer is None:
-        await context.announce(dumps(Address(problem)))
+    if context.group.rank == 0:
+        if context.offer is None:
+            await context.announce(dumps(Address(problem)))
+        elif context.offer.resource is not None:
+            context.offer.resource.close()  # else the other ranks would wait there for an answer
     await _consult(context, problem, asyncio.get_running_loop().create_future())
 
 
@@ -119,10 +120,7 @@ async def bootstrap_segment(
         try:
             there, liveness_fd = (ours.add(fd) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
             mine = (*bells, there) if arena is None else (*bells, there, arena)
-            if rank == 0:
-                side: RootSide | PeerSide = RootSide(context.group, _entrance(context, settings), ours, mine)
-            else:
-                side = PeerSide(size, ours, mine)
+            side = _root_side(context, settings, ours, mine) if rank == 0 else PeerSide(size, ours, mine)
         except OSError as exc:
             await report_unsupported(context, str(exc.strerror))
         with contextlib.closing(side):
@@ -143,12 +141,13 @@ async def bootstrap_segment(
     )
 
 
-def _entrance(context: BackendContext, settings: Mapping[str, int]) -> Entrance | None:
-    """Where rank 0 lets the other ranks in. Raises: OSError."""
-    if context.group.size == 1:
-        return None
-    offered = None if context.offer is None else context.offer.resource
-    return offered if isinstance(offered, Entrance) else Entrance(settings, context.group.size)
+def _root_side(context: BackendContext, settings: Mapping[str, int], ours: FdBag, mine: Handed) -> RootSide:
+    """Rank 0's side, with the entrance that was offered, or another one. Raises: OSError."""
+    size = context.group.size
+    entrance = None if context.offer is None else context.offer.resource
+    if not isinstance(entrance, Entrance):
+        entrance = Entrance(settings, size) if size > 1 else None
+    return RootSide(context.group, entrance, ours, mine)
 
 
 async def _accept_peers(

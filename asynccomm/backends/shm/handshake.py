@@ -131,7 +131,7 @@ class RootSide:
     """Rank 0's side of the connections.
 
     Args:
-        entrance: of a group with several ranks; the caller closes it.
+        entrance: closed when no more ranks may come; None: there are no others.
         ours: owns the descriptors that are received.
         mine: the descriptors that this rank sends to the others.
     """
@@ -305,7 +305,7 @@ class RootSide:
 
 @final
 class PeerSide:
-    """Any other rank's side of the connection; other arguments as for ``RootSide``."""
+    """Any other rank's side of the connection; ``ours`` and ``mine`` as for ``RootSide``."""
 
     def __init__(self, size: int, ours: FdBag, mine: Handed) -> None:
         self.ours = ours
