@@ -64,7 +64,7 @@ async def bootstrap(
         if meeting.hosted is not None:
             await room.set(STORE_HOST_KEY, str(group.rank))
         joined = await exchange_addresses(room, joined, sockets, group.rank, options.hints, start + limit)
-        channel = None if sockets is None else _open_channel(joined, sockets, start + limit)
+        channel = None if sockets is None else await _open_channel(joined, sockets, start + limit)
         unless_met.pop_all()
     try:
         if group.rank:
@@ -135,7 +135,7 @@ async def _join(
             return meeting, joined
 
 
-def _open_channel(joined: HandshakeResult, sockets: ListeningSockets, deadline: float) -> ControlChannel:
-    """Begin to open the control channel of the ranks that have met; the backend connects meanwhile."""
+async def _open_channel(joined: HandshakeResult, sockets: ListeningSockets, deadline: float) -> ControlChannel | None:
+    """Open the control channel of the ranks that have met."""
     left = max(LEAST_SECONDS, deadline - time.monotonic())
-    return ControlChannel.open(sockets.contact.rank, joined.contacts, joined.tokens, sockets, left)
+    return await ControlChannel.open(sockets.contact.rank, joined.contacts, joined.tokens, sockets, left)

@@ -132,10 +132,9 @@ async def _connect_first(
                 raise
             _log.info("backend %r does not suit, so another is tried: %s", name, exc)
         else:
-            session.resources.push_async_callback(connected.aclose)
-            await session.await_channel()
             if session.reporter is not None and not backend.compares:
                 session.submitter.compare(session.reporter.compare)
+            session.resources.push_async_callback(connected.aclose)
             session.options = replace(session.options, hints=hints)
             return
 

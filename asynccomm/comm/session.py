@@ -135,15 +135,6 @@ class Session:
         """Whether closing is complete."""
         return self._closing is not None and self._closing.done() and not self._closing.cancelled()
 
-    async def await_channel(self) -> None:
-        """Wait until the control channel is connected; if it cannot connect, the comm goes on without it."""
-        job = self.identity.job
-        channel = job.channel
-        if channel is not None and not await channel.connected():
-            job.channel = self.reporter = None
-            self.submitter.records_sites = False
-            await channel.aclose()
-
     def invitation(self) -> Invitation:
         """The invitation for newcomers to this comm."""
         channel = self.identity.job.channel

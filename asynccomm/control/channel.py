@@ -85,44 +85,34 @@ class ControlChannel:
         self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.on_attached)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None
-        self._opening: Future[str] | None = None  # why there is no connection; empty: there is one
         self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
         self._closed = False
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(
+    async def open(
         cls,
         rank: int,
         contacts: Sequence[RankAddress],
         tokens: Tokens,
         doors: ListeningSockets,
         timeout: float = ATTACH_SECONDS,
-    ) -> ControlChannel:
-        """Begin to listen, and to connect to the rank above; messages wait until then. See ``connected``."""
+    ) -> ControlChannel | None:
+        """Listen, and connect to the rank above; None, with a warning, if connecting takes over ``timeout`` seconds."""
         channel = cls(rank, contacts, tokens)
         socks = doors.take()
         try:
-            channel._opening = channel._thread.run(channel._start(socks, min(timeout, ATTACH_SECONDS)))
-        except RuntimeError:
-            for sock in socks:
-                sock.close()
+            started = channel._thread.run(channel._start(socks, min(timeout, ATTACH_SECONDS)))
+            problem = await asyncio.wrap_future(started)
+        except BaseException:
+            channel._thread.call(lambda: channel._abort_start(socks))
             raise
-        return channel
-
-    async def connected(self) -> bool:
-        """Wait until the channel listens and is connected. On any loop. Cancelling is safe.
-
-        Returns: False, with a warning, if connecting takes over ``timeout`` seconds: then the channel is of no use.
-        """
-        assert self._opening is not None
-        opening = asyncio.wrap_future(self._opening)
-        opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # not logged after a cancellation
-        problem = await asyncio.shield(opening)
         if problem:
-            _log.warning("rank %d has no control channel: %s", self.rank, problem)
-        return not problem
+            _log.warning("rank %d has no control channel: %s", rank, problem)
+            await channel.aclose()
+            return None
+        return channel
 
     def subscribe(self, key: str, member: Subscriber) -> None:
         """Deliver the news of comm ``key`` to ``member`` from now on. Thread-safe."""
@@ -199,8 +189,6 @@ class ControlChannel:
     async def _start(self, socks: Sequence[socket.socket], timeout: float) -> str:
         """Listen and connect. Returns why there is no channel; empty: there is one."""
         if self._closed:
-            for sock in socks:
-                sock.close()
             return ""
         for sock in socks:
             self._listener.listen(sock)
@@ -224,6 +212,12 @@ class ControlChannel:
     def _check_departed(self) -> None:
         if self._leaving is not None and not self._leaving.done() and self._router.leave_acknowledged:
             self._leaving.set_result(None)
+
+    def _abort_start(self, socks: Sequence[socket.socket]) -> None:
+        """Close the channel at any stage of its start."""
+        self._begin_closing()
+        for sock in socks:  # the listener may not own the sockets yet
+            sock.close()
 
     def _begin_closing(self) -> None:
         if self._closed:

@@ -132,7 +132,7 @@ class Router:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, to: Address, body: Body, *, patient: bool = False) -> None:
-        """Send a message; without a route, it waits for one. At the root, messages to ranks that are gone are dropped.
+        """Send a message; without a route, it waits for a connection, or is dropped at the root.
 
         Args:
             patient: of a message to all: it may wait for others.
@@ -167,7 +167,7 @@ class Router:
         elif self.up is not None:
             if came_by is not self.up:
                 self.up.send(message)
-        elif not self.is_root or (isinstance(to, int) and to not in self.gone):  # the rank is about to connect
+        elif not self.is_root:
             self._waiting.append(message)
 
     def _has_passed(self, message: RoutedMessage) -> bool:
@@ -232,13 +232,7 @@ class Router:
 
     def _route_again(self) -> None:
         """Send all messages that had no route, or that may have been lost with a connection."""
-        for message in [*self._log.repeated]:
-            self._route(message, None)
-        self._route_waiting()
-
-    def _route_waiting(self) -> None:
-        """Send the messages that had no route; some may wait further."""
-        waiting = [*self._waiting]
+        waiting = [*self._log.repeated, *self._waiting]
         self._waiting.clear()
         for message in waiting:
             self._route(message, None)
@@ -278,7 +272,6 @@ class Router:
             link.send(self._gone_message([self.rank], "", ALL))
         if self._patient.waiting and rank == self._heir:
             self._entrust(self._patient.waiting)
-        self._route_waiting()
 
     def _missed_news(self) -> list[RoutedMessage | MessageBatch]:
         """The news that a rank may have missed. All ranks connect to a new root, so they are not made anew for each."""
@@ -341,7 +334,6 @@ class Router:
                     return  # sent before the rank was gone
             elif isinstance(body, Presence):  # no other message: a repeated message may come from any rank
                 self._set_route(source, link)
-                self._route_waiting()
                 self.last_heard.setdefault(source, now)  # it may stop before the first heartbeat
             if isinstance(body, Heartbeat):
                 self.last_heard.update(

@@ -58,21 +58,6 @@ def channel_of(comm: Comm) -> ControlChannel:
 # -- alone, with one rank and without a control channel
 
 
-async def test_a_control_channel_that_cannot_connect_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def problem(self: ControlChannel) -> bool:
-        return False
-
-    monkeypatch.setattr(ControlChannel, "connected", problem)
-    async with new_comm("loopback", alone=True) as comm:
-        session = comm._session
-        assert session.identity.job.channel is session.reporter is None
-        assert not session.submitter.records_sites
-        with pytest.raises(RuntimeError, match="no control channel"):
-            await comm.diagnose()
-        await comm.all_reduce(torch.ones(2))
-    await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
-
-
 async def test_a_failure_settles_works_aborts_the_backend_and_notifies_the_observer() -> None:
     session = alone(MemoryStore())
     await connect_session(session, {"loopback": LoopbackBackend}, 10)
