@@ -182,7 +182,8 @@ async def test_ranks_that_exchange_read_at_once(comm: Comm) -> None:
     lent, round = 0, 0
     async with probed() as own:
         other = 1 - own.rank
-        while not (await comm.all_reduce(torch.tensor(lent))).item():  # a rank that is late gets copies, and pauses follow
+        while not (await comm.all_reduce(torch.tensor(lent))).item():
+            # a rank that is late gets a copy, and the next loan comes only after a pause
             want_loans(own, other)
             since, tensor = link_to(own, other).state.head, values(round + own.rank)
             receive = own.recv(torch.empty(NUMEL), other)
