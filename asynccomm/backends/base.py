@@ -541,9 +541,9 @@ class Backend(Handle, abc.ABC):
     def before_block(self, work: Work[Any]) -> None:
         """Complete ``work`` without the event loop: a thread is about to block on it, maybe the loop's own."""
 
-    def advice(self) -> str:
-        """A possible reason why an operation that all ranks have called does not end; empty: none is known."""
-        return ""
+    def advice(self) -> Sequence[str]:
+        """Possible reasons why an operation that all ranks have called does not end."""
+        return ()
 
     def withdraw_tensors(self) -> None:
         """Make other ranks fail that read this rank's tensors from now on, so that none uses the data.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-from asynccomm.backends.nccl import kernel_loading
+from asynccomm.backends.nccl import cuda_settings
 from asynccomm.cli.probing import CheckWarning, Section, SystemInfo
-
-_CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def cuda_section(system: SystemInfo) -> Section:
@@ -32,10 +30,9 @@ def cuda_section(system: SystemInfo) -> Section:
     if not torch.cuda.is_available():
         missing = [] if hidden in ("", "-1") else ["there is a CUDA driver, but torch finds no GPU"]
         return Section(facts, [CheckWarning(text, serious=True) for text in missing])
-    facts["module_loading"] = kernel_loading.mode(system.environ)
-    facts["device_max_connections"] = system.environ.get(_CONNECTIONS, "8")
-    advice = kernel_loading.advice(system.environ)
-    return Section(facts, [CheckWarning(advice)] if advice else [])
+    facts["module_loading"] = cuda_settings.module_loading(system.environ)
+    facts["device_max_connections"] = cuda_settings.max_connections(system.environ)
+    return Section(facts, [CheckWarning(advice) for advice in cuda_settings.advice(system.environ)])
 
 
 def _driver_version(system: SystemInfo) -> tuple[int, int]:

@@ -386,7 +386,7 @@ class Session:
             return
         error = timeout_error(self.group, work, found)
         all_here = bool(found.arrived) and not found.missing
-        if all_here and self.backend is not None and (advice := self.backend.advice()):
+        for advice in self.backend.advice() if all_here and self.backend is not None else ():
             error.add_note(advice)
         self.fail(error)
 

@@ -11,8 +11,9 @@ from asynccomm.cli.probing import Section
 from asynccomm.errors import BackendError
 from tests.cli.pretended_machine import Metadata, Words, a_torch, binding, check, libraries, machine, probe, words
 
-EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
+EAGER = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 LAZY = ("CUDA_MODULE_LOADING=EAGER loads all kernels at the start", False)
+FEW = ("CUDA_DEVICE_MAX_CONNECTIONS=32 allows as many queues", False)
 NO_DRIVER = "libcuda.so.1: cannot open shared object file"
 
 
@@ -22,7 +23,7 @@ NO_DRIVER = "libcuda.so.1: cannot open shared object file"
         (a_torch(), None, {}, {"driver": None, "why": NO_DRIVER, "cuda_visible_devices": None}, []),
         (a_torch(gpus=1), 13020, EAGER, {"driver": "for CUDA up to 13.2", "module_loading": "EAGER"}, []),
         (a_torch(gpus=1), 13000, EAGER, {"driver": "for CUDA up to 13.0"}, []),  # the same major version will do
-        (a_torch(gpus=1), 13020, {}, {"module_loading": "LAZY", "device_max_connections": "8"}, [LAZY]),
+        (a_torch(gpus=1), 13020, {}, {"module_loading": "LAZY", "device_max_connections": "8"}, [LAZY, FEW]),
         (a_torch(gpus=1), 13020, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, {"device_max_connections": "32"}, [LAZY]),
         (a_torch(), 12080, {}, {}, [("torch is built for CUDA 13.2, but the driver ends at 12.8", True)]),
         (a_torch(), 13020, {}, {}, [("there is a CUDA driver, but torch finds no GPU", True)]),

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from asynccomm.backends.base import Backend, BackendContext, BackendWindow, DirectCalls, FastCalls, Submission
 from asynccomm.backends.latch import Latch
-from asynccomm.backends.nccl import call_streams, kernel_loading
+from asynccomm.backends.nccl import call_streams, cuda_settings
 from asynccomm.backends.nccl.collective_stream import CollectiveStream, is_collective
 from asynccomm.backends.nccl.communicator import END_SECONDS, end_all
 from asynccomm.backends.nccl.device import DeviceStream, Event
@@ -239,8 +239,8 @@ class NcclBackend(Backend):
                 if (driver := self._driven.get(submission.work)) is not None:
                     self._side.before_block(driver)
 
-    def advice(self) -> str:
-        return kernel_loading.advice(os.environ)
+    def advice(self) -> Sequence[str]:
+        return cuda_settings.advice(os.environ)
 
     async def window(self, window: WindowInfo) -> BackendWindow:
         made = await NcclWindow.connect(self._context, window, self._platform, self._side, self._config)

@@ -103,6 +103,7 @@ class Communicator:
         self.stream = stream
         self._shared = _SharedHandle()
         self._blocking = True
+        self._asking = threading.Lock()  # NCCL ends a finished group of a non-blocking communicator in ``progress``
         self._known: set[tuple[object, ...]] = set()
 
     def open(self, size: int, rank: int, unique_id: bytes, config: Config) -> None:
@@ -122,7 +123,7 @@ class Communicator:
 
     def ready(self) -> bool:
         """Whether the communicator has no call in progress. Raises: BackendError if a call or an operation failed."""
-        with self._shared as handle:
+        with self._shared as handle, self._asking:
             return self._nccl.progress(handle)
 
     def direct_call(self, calls: Sequence[NcclCall], source: int, target: int) -> DirectCall | None:
@@ -161,15 +162,20 @@ class Communicator:
     def issue(self, calls: Sequence[NcclCall], *, stream: DeviceStream | None = None, known: bool) -> None:
         """Queue ``calls`` as one group, on ``stream`` or else the communicator's own. Blocks unless all are ``known``.
 
+        No other thread is in a call of NCCL meanwhile, but while the group may wait for other ranks.
+
         Raises: BackendError naming the operation whose call NCCL refused; then no call of the group runs.
         """
         nccl = self._nccl
         where = (self.stream if stream is None else stream).handle
         made: list[int] = []  # reductions
-        with self._device.here(), self._shared as handle, ISSUING if known else contextlib.nullcontext():
+        waits = not known and not self._known.issuperset(_kinds(calls))  # other ranks may wait for another group here
+        with self._device.here(), self._shared as handle, contextlib.nullcontext() if waits else ISSUING:
             try:
-                self._start(calls, handle, where, made)
-                nccl.group_end()
+                # on a non-blocking communicator, only NCCL's own thread waits
+                with contextlib.nullcontext() if self._blocking else ISSUING:
+                    self._start(calls, handle, where, made)
+                    nccl.group_end()
                 if not known:
                     self._until_ready()
             finally:

@@ -21,6 +21,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -349,10 +350,15 @@ class SimulatedComm:
     collectives: int = 0
     estimates: int = 0
     queued: bool = False  #: something that was only estimated
+    launch: threading.Thread | None = None  #: launches the latest group of a communicator that does not block
     messages: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     reductions: dict[int, int] = field(default_factory=dict)  # PREMUL_SUM: address of the factor
     windows: list[SimulatedWindow] = field(default_factory=list)
     registered: dict[int, tuple[int, int]] = field(default_factory=dict)  # by handle: address and size
+
+    @property
+    def launches(self) -> bool:
+        return self.launch is not None and self.launch.is_alive()
 
 
 class SimulatedNccl:
@@ -403,7 +409,7 @@ class SimulatedNccl:
     def progress(self, comm: SimulatedComm) -> bool:
         if comm.error:
             raise BackendError(comm.error)
-        return len(comm.group.joined) == comm.group.size
+        return len(comm.group.joined) == comm.group.size and not comm.launches
 
     def finalize(self, comm: SimulatedComm) -> None:
         self._note("finalize")
@@ -559,10 +565,18 @@ class SimulatedNccl:
             comm, stream = calls[0][1], calls[0][2]
             assert all(call[1] is comm and call[2] == stream for call in calls)
             assert not comm.queued, "what was only estimated would run"
-            numbered = [self._number(ready, comm) for ready, _, _ in calls]
-            if self.connects:
-                self._meet(comm, numbered)
-            SimulatedStream.by_handle[stream].attempt(Running(comm, numbered))
+            assert not comm.launches, "a group before the communicator is ready"
+            launch = partial(self._launch, comm, stream, [self._number(ready, comm) for ready, _, _ in calls])
+            if comm.blocking:
+                launch()
+            else:
+                comm.launch = threading.Thread(target=launch, daemon=True)
+                comm.launch.start()
+
+    def _launch(self, comm: SimulatedComm, stream: int, numbered: Sequence[tuple[Ready, object]]) -> None:
+        if self.connects:
+            self._meet(comm, numbered)
+        SimulatedStream.by_handle[stream].attempt(Running(comm, numbered))
 
     def group_estimate(self) -> float:
         calls, self._open.calls = self._open.calls, None

@@ -414,6 +414,42 @@ def test_others_are_kept_out_of_nccl_by_known_calls_only(opened: Communicator, l
     assert not held()
 
 
+def test_others_are_kept_out_of_the_calls_of_a_communicator_that_does_not_block(
+    made: Communicator, library: Library
+) -> None:
+    """And out of its launches, once it cannot wait for other ranks any more."""
+    made.open(2, 1, b"id", replace(CONFIG, blocking=False))
+    library.calls.clear()
+    answers: list[tuple[str, bool]] = []
+    for name in ("group_start", "all_reduce", "group_end", "progress"):
+        library.within[name] = lambda name=name: answers.append((name, held()))  # type: ignore[misc]
+    for launching in (False, True):
+        made.issue([all_reduce(torch.ones(1))], known=False)
+        calls = [("group_start", True), ("all_reduce", True), ("group_end", True)]
+        assert answers == [*calls, ("progress", launching)]
+        answers.clear()
+        assert not held()
+
+
+def test_one_thread_at_a_time_asks_for_the_state(opened: Communicator, library: Library) -> None:
+    inside, most = 0, 0
+
+    def look() -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+
+    library.within["progress"] = look
+    threads = [threading.Thread(target=opened.ready) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert most == 1
+
+
 def test_what_is_known(opened: Communicator) -> None:
     def message(n: int, name: str = "send", peer: int = 0, dtype: torch.dtype = torch.uint8) -> NcclCall:
         return NcclCall(name, torch.empty(n), None, n, dtype, peer)

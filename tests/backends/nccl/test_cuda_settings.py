@@ -1,4 +1,4 @@
-"""The advice about kernels that CUDA loads at their first use."""
+"""The advice about settings of CUDA with which operations can wait for ever."""
 
 from __future__ import annotations
 
@@ -8,17 +8,32 @@ import pytest
 import torch
 
 from asynccomm import CollectiveTimeoutError
-from asynccomm.backends.nccl.kernel_loading import ADVICE, VARIABLE, advice, mode
+from asynccomm.backends.nccl.cuda_settings import (
+    CONNECTIONS_ADVICE,
+    LOADING_ADVICE,
+    MAX_CONNECTIONS,
+    MODULE_LOADING,
+    advice,
+    max_connections,
+    module_loading,
+)
 
 from .conftest import World
 from .simulation import SimulatedStream
 
 
-def test_modes() -> None:
-    assert mode({}) == mode({VARIABLE: "lazy"}) == "LAZY"
-    assert mode({VARIABLE: "Eager"}) == "EAGER"
-    assert advice({}) == ADVICE
-    assert not advice({VARIABLE: "EAGER"})
+def test_settings() -> None:
+    assert module_loading({}) == module_loading({MODULE_LOADING: "lazy"}) == "LAZY"
+    assert module_loading({MODULE_LOADING: "Eager"}) == "EAGER"
+    assert max_connections({}) == "8"
+    assert max_connections({MAX_CONNECTIONS: "1"}) == "1"
+
+
+def test_advice() -> None:
+    assert advice({}) == [LOADING_ADVICE, CONNECTIONS_ADVICE]
+    assert advice({MODULE_LOADING: "EAGER"}) == [CONNECTIONS_ADVICE]
+    assert advice({MAX_CONNECTIONS: "32"}) == [LOADING_ADVICE]
+    assert advice({MODULE_LOADING: "EAGER", MAX_CONNECTIONS: "1"}) == []
 
 
 @pytest.mark.parametrize("setting", [None, "EAGER"])
@@ -27,9 +42,10 @@ async def test_a_timeout_of_an_operation_that_all_ranks_have_called(
     world: World, monkeypatch: pytest.MonkeyPatch, setting: str | None, late: bool
 ) -> None:
     if setting is None:
-        monkeypatch.delenv(VARIABLE, raising=False)
+        monkeypatch.delenv(MODULE_LOADING, raising=False)
     else:
-        monkeypatch.setenv(VARIABLE, setting)
+        monkeypatch.setenv(MODULE_LOADING, setting)
+    monkeypatch.delenv(MAX_CONNECTIONS, raising=False)
     async with world(2, timeout=20.0) as comms:
         await asyncio.gather(*(comm.all_reduce(torch.ones(7)) for comm in comms))
         stuck = asyncio.Event()
@@ -41,14 +57,14 @@ async def test_a_timeout_of_an_operation_that_all_ranks_have_called(
         works.append(last.all_reduce(torch.ones(7), timeout=0.2))  # one deadline: the other rank would report its own
         with pytest.raises(CollectiveTimeoutError) as caught:
             await works[-1]
-        advised = not late and setting is None
-        assert getattr(caught.value, "__notes__", []) == ([ADVICE] if advised else [])
+        advices = [LOADING_ADVICE, CONNECTIONS_ADVICE] if setting is None else [CONNECTIONS_ADVICE]
+        assert getattr(caught.value, "__notes__", []) == ([] if late else advices)
         await asyncio.gather(*works, return_exceptions=True)
         stuck.set()
 
 
 async def test_nothing_is_advised_where_the_ranks_were_not_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(MODULE_LOADING, raising=False)
     async with world(2, timeout=20.0) as comms:
         await asyncio.gather(*(comm.all_reduce(torch.ones(7)) for comm in comms))
         monkeypatch.setattr(comms[1]._session, "reporter", None)
