@@ -49,6 +49,7 @@ from asynccomm.backends.gloo.torch_gloo import GlooGroup, GlooGroups
 from asynccomm.backends.gloo.windows import GlooWindow, WindowService
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.windows import LocalPart, ServedPart
+from asynccomm.core.background import in_background, reserve
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
@@ -128,6 +129,7 @@ class GlooBackend(Backend):
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
         group, hints, members = context.group, context.hints, context.members
+        reserve()
         address = await _address(context)
         # the caller enforces the timeout
         store = TorchStoreView(context.store.prefix("gloo"), asyncio.get_running_loop(), math.inf)
@@ -297,10 +299,7 @@ class GlooBackend(Backend):
         _let_go(*gloos)
         # dropping the last reference ends gloo's threads; one in fifty aborted groups has a thread that nothing can
         # wake
-        ending = threading.Thread(target=gloos.clear, name="asynccomm-gloo-end", daemon=True)
-        ending.start()
-        ending.join(END_SECONDS)
-        if ending.is_alive():
+        if not in_background("asynccomm-gloo-end", gloos.clear).join(END_SECONDS):
             _log.warning("a thread of gloo is stuck in an operation that was aborted; it is left behind")
 
     def _close_messages(self) -> None:

@@ -43,6 +43,7 @@ from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.backends.nccl.transfers import Transfers
 from asynccomm.backends.nccl.windows import NcclWindow
 from asynccomm.backends.ordered_executor import OrderedExecutor
+from asynccomm.core.background import BackgroundCall, in_background, reserve
 from asynccomm.core.tasks import shielded, shielded_acquire
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
@@ -106,7 +107,7 @@ class NcclBackend(Backend):
         self._windows: list[NcclWindow] = []
         self._registrations = Registrations(platform.nccl, self._collectives.in_order)
         self._ending_lock = threading.Lock()
-        self._ending: threading.Thread | None = None
+        self._ending: BackgroundCall | None = None
 
     # -- connecting ---------------------------------------------------------------------------------------------------
 
@@ -120,6 +121,7 @@ class NcclBackend(Backend):
 
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
+        reserve()
         finding = anyio.to_thread.run_sync(cls._platform_for, context)
         platform = await shielded_acquire(finding, DeviceRuntime.leave)
         side = None
@@ -282,11 +284,11 @@ class NcclBackend(Backend):
                 if self._lanes.join(patience):
                     self._registrations.end(self._collectives.communicator)
                 self._ending = self._end(abort=False)
-        self._ending.join(END_SECONDS)
+        ended = self._ending.join(END_SECONDS)
         windows_ended = [window.join(patience) for window in self._windows]
         quiet = self._lanes.join(patience)  # a lane may be in an init that waits for a lost rank
         self._lanes.end()
-        if quiet and all(windows_ended) and not self._ending.is_alive():
+        if ended and quiet and all(windows_ended):
             for stream in self._streams:
                 self._device.end_stream(stream)
         else:
@@ -295,11 +297,12 @@ class NcclBackend(Backend):
             )
         self._platform.leave()
 
-    def _end(self, *, abort: bool) -> threading.Thread:
+    def _end(self, *, abort: bool) -> BackgroundCall:
         communicators = [self._collectives.communicator, *self._transfers.stop()]
         if abort:  # with those of the windows: they end together
             communicators += [window.stream.communicator for window in self._windows]
-        ending = end_all(self._platform.nccl, self._device, communicators, abort=abort)
+        end = partial(end_all, self._platform.nccl, self._device, communicators, abort=abort)
+        ending = in_background("asynccomm-nccl-end", end)
         self._collectives.ended = True
         return ending
 

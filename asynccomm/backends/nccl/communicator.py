@@ -284,31 +284,25 @@ def _kinds(calls: Sequence[NcclCall]) -> set[tuple[object, ...]]:
     return kinds.union((*like, total.bit_length()) for like, total in totals.items())
 
 
-def end_all(nccl: Nccl, device: Device, communicators: Sequence[Communicator], *, abort: bool) -> threading.Thread:
-    """Close, or ``abort``, communicators on a new thread, which is returned: NCCL may take long, or for ever.
+def end_all(nccl: Nccl, device: Device, communicators: Sequence[Communicator], *, abort: bool) -> None:
+    """Close, or ``abort``, communicators. Blocks as NCCL does, perhaps for ever.
 
     Communicators to be closed must have nothing in flight. Aborted communicators end together, since one may wait for
     another.
     """
-
-    def end() -> None:
-        taken = [communicator.take() for communicator in communicators]
-        handles = [handle for handle in taken if handle is not None]
-        with device.here():
-            if abort:
-                _try(nccl.abort, *handles)
-                return
-            for handle in handles:
-                _try(nccl.finalize, handle)
-            for handle in handles:
-                with contextlib.suppress(AsyncCommError):
-                    while not nccl.progress(handle):  # a non-blocking communicator must be ready before destroy
-                        time.sleep(LOOK_SECONDS)
-                _try(nccl.destroy, handle)
-
-    thread = threading.Thread(target=end, name="asynccomm-nccl-end", daemon=True)
-    thread.start()
-    return thread
+    taken = [communicator.take() for communicator in communicators]
+    handles = [handle for handle in taken if handle is not None]
+    with device.here():
+        if abort:
+            _try(nccl.abort, *handles)
+            return
+        for handle in handles:
+            _try(nccl.finalize, handle)
+        for handle in handles:
+            with contextlib.suppress(AsyncCommError):
+                while not nccl.progress(handle):  # a non-blocking communicator must be ready before destroy
+                    time.sleep(LOOK_SECONDS)
+            _try(nccl.destroy, handle)
 
 
 def _try(call: Callable[..., None], *handles: CommHandle) -> None:

@@ -111,7 +111,7 @@ class WindowStream:
         if handle:
             with contextlib.suppress(AsyncCommError):  # the communicator has failed, or was ended by the backend
                 self.communicator.run(lambda comm, _: nccl.window_deregister(comm, handle))
-        end_all(nccl, self._device, [self.communicator], abort=True).join()
+        end_all(nccl, self._device, [self.communicator], abort=True)
 
     def give_back(self) -> None:
         """Give the stream back, if it has no work in flight."""

@@ -40,6 +40,7 @@ from asynccomm.backends.nccl.window_memory import WindowMemory, allocate
 from asynccomm.backends.nccl.window_stream import WindowStream
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.regions import bytes_of
+from asynccomm.core.background import BackgroundCall, in_background
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError, ClosedError
 from asynccomm.ops import (
@@ -90,7 +91,7 @@ class NcclWindow(BackendWindow):
         self._refusal: AsyncCommError | None = None  # of waits
         self._failed = self._ended = False
         self._ending_lock = threading.Lock()
-        self._ending: threading.Thread | None = None
+        self._ending: BackgroundCall | None = None
 
     @classmethod
     async def connect(
@@ -346,8 +347,7 @@ class NcclWindow(BackendWindow):
             if self._ending is not None:
                 return
             self._ended = True
-            self._ending = threading.Thread(target=self._free, name="asynccomm-nccl-window", daemon=True)
-            self._ending.start()
+            self._ending = in_background("asynccomm-nccl-window", self._free)
 
     def _free(self) -> None:
         """End the communicator without the other ranks: a window that closes in order has waited for them before."""
@@ -360,8 +360,7 @@ class NcclWindow(BackendWindow):
     def join(self, seconds: float) -> bool:
         """Block until the communicator has ended; False if that took longer. After ``close`` or ``abort``."""
         assert self._ending is not None
-        self._ending.join(seconds)
-        return not self._ending.is_alive()
+        return self._ending.join(seconds)
 
 
 def _nothing(error: AsyncCommError | None) -> None:

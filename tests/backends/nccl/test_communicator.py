@@ -18,6 +18,7 @@ from asynccomm.backends.nccl.api import DTYPES, REDUCTIONS, Config
 from asynccomm.backends.nccl.communicator import Communicator, end_all
 from asynccomm.backends.nccl.device import ISSUING
 from asynccomm.backends.nccl.plan import NcclCall
+from asynccomm.core.background import in_background
 from asynccomm.errors import BackendError
 from asynccomm.ops import Barrier, Broadcast
 from asynccomm.ops.reduce_op import RedOpType
@@ -194,7 +195,7 @@ def test_ended_while_it_is_made(made: Communicator, library: Library, gpu: Gpu) 
     library.within["init"] = lambda: inside.set() or go_on.wait(SECONDS)  # type: ignore[func-returns-value]
     thread, errors = connecting(made)
     assert inside.wait(SECONDS)
-    end_all(library, gpu, [made], abort=True).join(SECONDS)  # type: ignore[arg-type]
+    end_all(library, gpu, [made], abort=True)  # type: ignore[arg-type]
     assert library.calls[1:] == [("abort", ())], "there is none yet"
     go_on.set()
     thread.join(SECONDS)
@@ -207,7 +208,7 @@ def test_ended_while_it_connects(made: Communicator, library: Library, gpu: Gpu)
     library.busy = 10**9
     thread, errors = connecting(made)
     until(lambda: ("progress", ("comm 1",)) in library.calls)
-    end_all(library, gpu, [made], abort=True).join(SECONDS)  # type: ignore[arg-type]
+    end_all(library, gpu, [made], abort=True)  # type: ignore[arg-type]
     thread.join(SECONDS)
     assert errors == ["the NCCL communicator was ended"]
     assert library.calls[-1] == ("abort", ("comm 1",))
@@ -495,7 +496,7 @@ def test_half_a_group_does_not_run() -> None:
     communicator.issue(calls, known=True)
     stream.record().passed.wait(SECONDS)
     assert (target.tolist(), source.tolist()) == ([1, 1], [2, 2])
-    end_all(nccl, SimulatedDevice(), [communicator], abort=False).join(SECONDS)
+    end_all(nccl, SimulatedDevice(), [communicator], abort=False)
     assert nccl.comms == []
 
 
@@ -567,13 +568,13 @@ def test_taking_waits_for_those_inside(
     opened: Communicator, inside: threading.Event, library: Library, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LEAVE_SECONDS", SECONDS)
-    thread = end_all(library, gpu, [opened], abort=True)  # type: ignore[arg-type]
+    ending = in_background("end", lambda: end_all(library, gpu, [opened], abort=True))  # type: ignore[arg-type]
     until(lambda: opened._shared._handle is None)
     with pytest.raises(BackendError, match="was ended"):
         opened.ready()  # nobody comes in any more
     assert "abort" not in library.names
     inside.set()
-    thread.join(SECONDS)
+    assert ending.join(SECONDS)
     assert library.names[-2:] == ["group_end", "abort"]
 
 
@@ -608,15 +609,15 @@ def three(library: Any, gpu: Gpu) -> list[Communicator]:
 
 def test_aborted_all_in_one_call(three: list[Communicator], library: Any, gpu: Gpu) -> None:
     library.within["abort"] = lambda: gpu.inside or pytest.fail("not in the device")
-    end_all(library, gpu, three, abort=True).join(SECONDS)
+    end_all(library, gpu, three, abort=True)
     assert library.calls == [("abort", ("comm 1", "comm 2"))]
-    end_all(library, gpu, three, abort=True).join(SECONDS)
+    end_all(library, gpu, three, abort=True)
     assert library.calls[1:] in ([], [("abort", ())])
 
 
 def test_closed_one_after_the_other(three: list[Communicator], library: Any, gpu: Gpu) -> None:
     library.within["destroy"] = lambda: gpu.inside or pytest.fail("not in the device")
-    end_all(library, gpu, three, abort=False).join(SECONDS)
+    end_all(library, gpu, three, abort=False)
     assert library.calls == [
         ("finalize", ("comm 1",)),
         ("finalize", ("comm 2",)),
@@ -637,16 +638,6 @@ def test_what_goes_wrong_at_the_end_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     library.fail[what] = BackendError("remote error")
-    end_all(library, gpu, three, abort=abort).join(SECONDS)
+    end_all(library, gpu, three, abort=abort)
     assert "an NCCL communicator could not be ended: remote error" in caplog.text
     assert [communicator.take() for communicator in three] == [None] * 3
-
-
-def test_the_end_is_on_a_thread_that_nobody_has_to_wait_for(three: list[Communicator], library: Any, gpu: Gpu) -> None:
-    go_on = threading.Event()
-    library.within["abort"] = lambda: go_on.wait(SECONDS)
-    thread = end_all(library, gpu, three, abort=True)
-    assert thread.daemon
-    assert thread.is_alive()
-    go_on.set()
-    thread.join(SECONDS)

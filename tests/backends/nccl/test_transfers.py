@@ -126,9 +126,8 @@ class End:
         failed = bool(self.errors)
         if not failed:
             assert await asyncio.to_thread(self.lanes.join, PATIENCE), "a lane hangs"
-        thread = end_all(self.nccl, self.device, communicators, abort=failed)
-        await asyncio.to_thread(thread.join, PATIENCE)
-        assert not thread.is_alive()
+        async with asyncio.timeout(PATIENCE):
+            await asyncio.to_thread(end_all, self.nccl, self.device, communicators, abort=failed)
         assert await asyncio.to_thread(self.lanes.join, PATIENCE), "a lane hangs"
         self.lanes.end()
         await asyncio.to_thread(self.poller.close, 1.0)
@@ -573,9 +572,9 @@ async def test_stop_while_a_lane_connects(ends: Ends) -> None:
     given = giver.give(1, [data(10)])
     taken = taker.take(0, given.number, [10])
     await until(started.is_set)
-    ending = [end_all(end.nccl, end.device, end.transfers.stop(), abort=True) for end in (giver, taker)]
-    for thread in ending:
-        await asyncio.to_thread(thread.join, PATIENCE)
+    for end in (giver, taker):
+        async with asyncio.timeout(PATIENCE):
+            await asyncio.to_thread(end_all, end.nccl, end.device, end.transfers.stop(), abort=True)
     gate.set()
     await until(lambda: bool(giver.errors) and bool(taker.errors))
     assert not given.over
