@@ -31,6 +31,7 @@ from asynccomm.comm.new_comm import new_comm
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport import connection
 from asynccomm.control.transport.connection import Connection
+from asynccomm.core.background import reserve
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BrokenError, CollectiveMismatchError, CollectiveTimeoutError
@@ -704,8 +705,8 @@ def _run(case: Case, main: Callable[[list[str]], Coroutine[Any, Any, list[Report
 
     async def everything() -> list[Report]:
         loop = asyncio.get_running_loop()
-        if case.backend in ("shm", "hierarchical"):
-            shared_thread()  # stays as long as the process
+        for make in (shared_thread, reserve):
+            make()  # a thread that stays as long as the process
         loop.set_exception_handler(lambda _, context: _complain(problems, context, case.fault == "descriptors"))
         before = Inventory.take()
         reports = await main(problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import pydoc
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -31,8 +32,8 @@ def test_a_method_that_is_looked_up_is_its_function() -> None:
     assert inspect.isfunction(function)
     assert str(inspect.signature(function)).startswith("(self, tensor: 'Tensor', op: 'ReduceOpLike' = ")
     assert "elementwise" in (inspect.getdoc(function) or "")
-    text = pydoc.plain(pydoc.render_doc(Comm))
-    assert "all_reduce(self, tensor: 'Tensor'" in text
+    text = re.sub(r"\n \| *", " ", pydoc.plain(pydoc.render_doc(Comm)))  # Python 3.13 breaks the lines of signatures
+    assert re.search(r"all_reduce\( *self, +tensor: 'Tensor'", text)
     assert "Combine all ranks' ``tensor`` elementwise" in text
 
 
