@@ -78,6 +78,11 @@ def _passed(n: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.empty(n), torch.ones(n)
 
 
+def _passed_on(n: int, rank: int, size: int) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
+    """With the ranks before and behind this one, as a program with a ring has them at hand."""
+    return (torch.empty(n), (rank - 1) % size), (torch.ones(n), (rank + 1) % size)
+
+
 async def _ping_pong(comm: Comm, out: Tensor, mine: Tensor) -> None:
     if comm.rank == 0:
         await comm.send(mine, 1)
@@ -96,16 +101,16 @@ def _ping_pong_torch(out: Tensor, mine: Tensor, async_op: bool) -> None:
         dist.send(mine, 0)
 
 
-async def _ring(comm: Comm, out: Tensor, mine: Tensor) -> None:
+async def _ring(comm: Comm, out: tuple[Tensor, int], mine: tuple[Tensor, int]) -> None:
     """Each rank sends to the next one, and has posted a receive from the one before."""
-    receive = comm.recv(out, (comm.rank - 1) % comm.size)
-    await comm.send(mine, (comm.rank + 1) % comm.size)
+    (output, previous), (tensor, following) = out, mine
+    receive = comm.recv(output, previous)
+    await comm.send(tensor, following)
     await receive
 
 
-def _ring_torch(out: Tensor, mine: Tensor, async_op: bool) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    receive, send = dist.irecv(out, (rank - 1) % size), dist.isend(mine, (rank + 1) % size)
+def _ring_torch(out: tuple[Tensor, int], mine: tuple[Tensor, int], async_op: bool) -> None:
+    receive, send = dist.irecv(*out), dist.isend(*mine)
     for work in (send, receive):
         assert work is not None
         work.wait()
@@ -183,7 +188,7 @@ OPS = {
         ),
         MeasuredOp("barrier", _same, lambda c, o, i: c.barrier(), lambda o, i, a: dist.barrier(async_op=a)),
         MeasuredOp("send_recv", _passed, _ping_pong, _ping_pong_torch),
-        MeasuredOp("ring", _passed, _ring, _ring_torch),
+        MeasuredOp("ring", _passed_on, _ring, _ring_torch),
     ]
 }
 

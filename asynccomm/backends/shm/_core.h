@@ -68,6 +68,7 @@ typedef struct {
     _Atomic int asleep;      /* a call without the GIL sleeps, or is about to */
     unsigned spins;          /* before a waiting run offers its core */
     int64_t contended_until; /* nanoseconds: other threads keep the cores that they are offered */
+    int64_t settled_until;   /* nanoseconds: the thread that calls stays on its core */
     struct LinkState **links; /* by rank */
     PyObject *peers;          /* a PeerMemory, or NULL */
     struct RankPosition *position; /* of the comm, or NULL */
@@ -79,7 +80,7 @@ typedef struct {
 
 /* words of a rank's block and of a record, as in layout.py */
 enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, WITHDRAWN = 50 };
-enum { PROCESS = 51, SECRET = 52, SECRET_AT = 53, READS = 54, BLOCK_WORDS = 64 };
+enum { PROCESS = 51, SECRET = 52, SECRET_AT = 53, READS = 54, CALLER = 55, BLOCK_WORDS = 64 };
 enum { SEQ = 0, CODE = 1, NUMEL = 2, HISTORY = 3, INLINE = 4, RECORD_WORDS = 16 };
 enum { HEAD = 0, BODY = 1, STEPS = 2, ADDRESS = 3, HEADER_WORDS = 4 }; /* ADDRESS: of data that are lent, or 0 */
 
@@ -281,6 +282,9 @@ typedef struct {
     unsigned waits;
     int armed; /* the peers ring from now on */
 } Pace;
+
+/* Leave a core that another thread has run on, if a rank that waits shares it, and another core is idle. */
+void core_leave_shared_core(Segment *segment, int64_t now);
 
 Pace core_pace(double patience, double stretch, int events);
 

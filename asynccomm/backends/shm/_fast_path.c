@@ -354,7 +354,7 @@ int core_goes_on(const FastPath *f, double waited, Spin *spin)
     if (++spin->waits > f->segment->spins) {
         sched_yield(); /* the late rank may need this core */
         int64_t took = nanoseconds() - now;
-        if (took > SWITCH_NS) spin->until += took;
+        if (took > SWITCH_NS) spin->until += took, core_leave_shared_core(f->segment, now + took);
     }
     return 1;
 }

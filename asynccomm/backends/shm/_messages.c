@@ -11,7 +11,7 @@
 
 enum { LEAST_FRAME = 32 << 10, FRAMES = 16 }; /* bytes of a DATA frame, if the ring allows, and how many make a message */
 enum { PIECE = 8 << 10 };                     /* bytes of a short message after which its reader may go on */
-enum { TRIAL = 64 };                          /* messages after which a receiver tries the slower way again */
+enum { TRIAL = 64, TRIED = 2 };               /* messages after which a receiver tries the slower way again, and for how many */
 enum { LEAST_LOAN = 32 << 10, MOST_PAUSE = 128 };
 enum { LOAN_NS = 20000, BYTES_NS = 4 };       /* before an unclaimed loan is withdrawn: the receiver may be sending as many bytes */
 
@@ -21,7 +21,7 @@ static int is_reading_faster(Ways *ways)
 {
     ways->count++;
     if (!ways->read || !ways->copied) return ways->copied != 0;
-    return (ways->read < ways->copied) == (ways->count % TRIAL != 0);
+    return (ways->read < ways->copied) == (ways->count % TRIAL >= TRIED);
 }
 
 /* Count a time in a running mean; a rank that loses its core for a moment does not count as slow as that. */
@@ -217,12 +217,12 @@ static int has_room(const FastPath *f, LinkState *link, Ring *ring, uint64_t nby
  * there is room for that, and no other send may begin to write here. */
 static int may_lend(const FastPath *f, const Entry *entry, LinkState *link, Ring *ring, uint64_t nbytes)
 {
+    if (link->pause) return link->pause--, 0; /* also while the receiver prefers SHORTs: it may try a loan only once in a while */
     if (f->state->messages || !atomic_load_explicit(&ring->wants_loans, memory_order_relaxed)) return 0;
     if (core_has_posted_sends(f) || (f->state->calls_ahead && !core_has_posted(f, -1))) return 0;
     const Word *block = block_of(f->segment, entry->peer);
     for (int bell = SLEEPING_LOOP; bell <= SLEEPING_THREAD; bell++)
         if (atomic_load_explicit(&block[bell], memory_order_relaxed)) return 0;
-    if (link->pause) return link->pause--, 0;
     return core_reads_all(f->segment) && has_room(f, link, ring, nbytes);
 }
 

@@ -1,8 +1,10 @@
 /* How a thread drives and waits without the GIL: it spins, offers its core, and sleeps. */
 #include "_rings.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
+#include <stdio.h>
 #include <unistd.h>
 
 /* Another thread that keeps an offered core for HOG_NS is busy, and probably stays so for CONTENDED_NS. The kernel gives the
@@ -10,6 +12,8 @@
 #define HOG_NS 1000000
 #define CONTENDED_NS 100000000
 #define TURN_NS 200000 /* of a call that others wait for */
+#define SETTLED_NS 2000000 /* between two looks for an idle core */
+#define MOVE (1ULL << 32) /* in a word CALLER */
 
 Pace core_pace(double patience, double stretch, int events)
 {
@@ -40,6 +44,46 @@ static void offer_core(Segment *s, Pace *pace, int64_t now)
     sched_yield();
     pace->offered = nanoseconds();
     if (pace->offered - now > HOG_NS) s->contended_until = pace->offered + CONTENDED_NS;
+}
+
+/* Whether the machine has fewer runnable threads than cores, but for this one; 0 if that cannot be read. */
+static int is_core_idle(void)
+{
+    char text[64] = "";
+    int file = open("/proc/loadavg", O_RDONLY | O_CLOEXEC), running;
+    if (file < 0) return 0;
+    ssize_t length = read(file, text, sizeof text - 1);
+    close(file);
+    return length > 0 && sscanf(text, "%*s %*s %*s %d/", &running) == 1 && running <= sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+static int shares_core(const Segment *s, int cpu)
+{
+    for (int rank = 0; rank < s->size; rank++)
+        if (rank != s->rank && (atomic_load_explicit(block_of(s, rank) + CALLER, memory_order_relaxed) & (MOVE - 1)) == (uint64_t)cpu + 1)
+            return 1;
+    return 0;
+}
+
+/* The kernel keeps threads that wake each other on one core, and moves one of them only after milliseconds. Until then each
+ * message costs two switches of threads. Of two ranks, the first one to look moves, and publishes that. */
+void core_leave_shared_core(Segment *s, int64_t now)
+{
+    int cpu = sched_getcpu();
+    if (!s->spins || cpu < 0) return;
+    Word *own = block_of(s, s->rank) + CALLER;
+    uint64_t moves = atomic_load_explicit(own, memory_order_relaxed) & ~(MOVE - 1);
+    atomic_store_explicit(own, moves | ((uint64_t)cpu + 1), memory_order_relaxed);
+    if (now < s->settled_until || !shares_core(s, cpu)) return;
+    s->settled_until = now + SETTLED_NS;
+    cpu_set_t allowed, others;
+    if (!is_core_idle() || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    others = allowed;
+    CPU_CLR(cpu, &others);
+    if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others)) return;
+    cpu = sched_getcpu();
+    if (sched_setaffinity(0, sizeof allowed, &allowed)) {} /* it was allowed a moment ago */
+    atomic_store_explicit(own, (moves + MOVE) | ((uint64_t)cpu + 1), memory_order_relaxed);
 }
 
 static int has_frames(const Segment *s)

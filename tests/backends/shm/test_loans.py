@@ -151,6 +151,42 @@ async def test_no_loan_without_room_for_the_message_itself(comm: Comm) -> None:
 
 
 @pytest.mark.ranks(2)
+async def test_every_message_counts_for_the_pause_behind_a_loan_in_vain(comm: Comm) -> None:
+    """Whichever way the receiver prefers meanwhile."""
+    pause = 16
+    async with probed() as own:
+        engine_of(own)._position.message_wait = 0.0
+        await comm.barrier()
+        if own.rank == 0:
+            link = link_to(own, 1)
+
+            async def send(number: int, *, wanted: int) -> list[tuple[int, int]]:
+                link._writer._words[link._writer._tail_at + 2] = wanted
+                since = link.state.head
+                await own.send(values(number), 1)
+                return frames(own, 1, since)
+
+            look_out(own, 1)
+            assert (LOAN, WITHDRAWN) in await send(0, wanted=1)
+            signal(own, 1)
+            for k in range(1, pause + 1):
+                look_out(own, 1 + k)
+                assert LOAN not in dict(await send(k, wanted=0))
+            look_out(own, 2 + pause)
+            assert LOAN in dict(await send(pause + 1, wanted=1))
+            signal(own, 2)
+        else:
+            signal(own, 1)
+            look_out(own, 1)
+            for k in range(pause + 1):
+                assert torch.equal(await own.recv(torch.empty(NUMEL), 0), values(k))
+                signal(own, 2 + k)
+            look_out(own, 2)
+            assert torch.equal(await own.recv(torch.empty(NUMEL), 0), values(pause + 1))
+        await own.barrier()
+
+
+@pytest.mark.ranks(2)
 async def test_no_loan_beside_a_long_message(comm: Comm) -> None:
     """Whose data could go into the ring behind the loan, where a receiver in Python does not see them."""
     async with probed() as own:
