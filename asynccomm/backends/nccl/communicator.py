@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -22,6 +23,7 @@ from asynccomm.ops.reduce_op import RedOpType
 
 SPIN_SECONDS: Final = 200e-6  # spin before the first sleep: a launch by NCCL's own thread is faster than this
 LOOK_SECONDS: Final = 1e-3  # longest sleep between two polls of a communicator that is not ready
+LAUNCH_SECONDS: Final = 0.05  # for NCCL's own thread to launch a group before others are issued; it takes far less
 LEAVE_SECONDS: Final = 1.0  # for other threads to return from NCCL before the communicator is ended
 END_SECONDS: Final = 10.0  # for NCCL to end a communicator; after this, its thread is abandoned
 
@@ -115,11 +117,15 @@ class Communicator:
                 self._nccl.abort(handle)
             self._until_ready()
 
-    def _until_ready(self) -> None:
+    def _until_ready(self, seconds: float = math.inf) -> bool:
+        """Block until NCCL is ready; False if it is not after so many seconds. Raises: BackendError."""
         began = time.monotonic()
         while not self.ready():
             waited = time.monotonic() - began
+            if waited > seconds:
+                return False
             time.sleep(0.0 if waited < SPIN_SECONDS else min(LOOK_SECONDS, waited / 4))
+        return True
 
     def ready(self) -> bool:
         """Whether the communicator has no call in progress. Raises: BackendError if a call or an operation failed."""
@@ -162,7 +168,7 @@ class Communicator:
     def issue(self, calls: Sequence[NcclCall], *, stream: DeviceStream | None = None, known: bool) -> None:
         """Queue ``calls`` as one group, on ``stream`` or else the communicator's own. Blocks unless all are ``known``.
 
-        No other thread is in a call of NCCL meanwhile, but while the group may wait for other ranks.
+        Other threads issue no groups meanwhile, except while the group may wait for other ranks.
 
         Raises: BackendError naming the operation whose call NCCL refused; then no call of the group runs.
         """
@@ -170,19 +176,27 @@ class Communicator:
         where = (self.stream if stream is None else stream).handle
         made: list[int] = []  # reductions
         waits = not known and not self._known.issuperset(_kinds(calls))  # other ranks may wait for another group here
-        with self._device.here(), self._shared as handle, contextlib.nullcontext() if waits else ISSUING:
-            try:
-                # on a non-blocking communicator, only NCCL's own thread waits
-                with contextlib.nullcontext() if self._blocking else ISSUING:
+        try:
+            # on a non-blocking communicator, only NCCL's own thread waits
+            with self._device.here(), contextlib.nullcontext() if waits and self._blocking else ISSUING:
+                with self._shared as handle, contextlib.nullcontext() if self._blocking else self._asking:
                     self._start(calls, handle, where, made)
                     nccl.group_end()
-                if not known:
+                ready = known or (not waits and self._until_ready(LAUNCH_SECONDS))
+                if ready:
+                    self._drop(made)
+            if not ready:
+                with self._device.here():
                     self._until_ready()
-            finally:
-                for reduction in made:
-                    nccl.drop_reduction(reduction, handle)
+        finally:
+            self._drop(made)
         if not known:
             self._known |= _kinds(calls)
+
+    def _drop(self, made: list[int]) -> None:
+        while made:
+            with self._shared as handle:
+                self._nccl.drop_reduction(made.pop(0), handle)
 
     def run(self, call: Callable[[CommHandle, int], T]) -> T:
         """Make a call of NCCL outside of all groups, given the handle and the stream's. Blocks until NCCL is ready.

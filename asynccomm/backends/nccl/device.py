@@ -19,8 +19,8 @@ from asynccomm.backends.nccl.api import FLOAT8
 from asynccomm.backends.nccl.event_pool import EventPool
 from asynccomm.errors import BackendError
 
-#: Held around every group of NCCL calls: NCCL does not allow concurrent calls for one device from several threads, even
-#: on different communicators.
+#: Held around groups of NCCL calls, see ``Communicator.issue``: NCCL allows no concurrent calls for one device from
+#: several threads, even on different communicators.
 ISSUING: Final = threading.RLock()
 
 _NOTHING: Final = contextlib.nullcontext()

@@ -803,7 +803,7 @@ static PyObject *Segment_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
     s->blocks = (Word *)s->base;
     s->records = (Word *)(s->base + records);
     s->slots = s->base + slots, s->results = s->base + results, s->rings = s->base + rings;
-    s->free_below = (uint64_t)banks;
+    s->free_below = (uint64_t)banks, s->cpu = -1;
     s->spins = size <= sysconf(_SC_NPROCESSORS_ONLN) ? 100 : 0;
     if (!(s->bells = core_zeroed(size, sizeof *s->bells))) goto fail;
     for (int r = 0; r < size; r++) {

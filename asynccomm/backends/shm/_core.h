@@ -69,6 +69,8 @@ typedef struct {
     unsigned spins;          /* before a waiting run offers its core */
     int64_t contended_until; /* nanoseconds: other threads keep the cores that they are offered */
     int64_t settled_until;   /* nanoseconds: the thread that calls stays on its core */
+    int cpu;                 /* that the rank has last called on; -1: none */
+    uint64_t moves;          /* to another core */
     struct LinkState **links; /* by rank */
     PyObject *peers;          /* a PeerMemory, or NULL */
     struct RankPosition *position; /* of the comm, or NULL */
@@ -283,7 +285,10 @@ typedef struct {
     int armed; /* the peers ring from now on */
 } Pace;
 
-/* Leave a core that another thread has run on, if a rank that waits shares it, and another core is idle. */
+/* Publish the CPU that this rank calls on. */
+void core_publish_cpu(Segment *segment, int cpu);
+
+/* Leave a core that another thread has run on, if another rank calls there, and another core is idle. */
 void core_leave_shared_core(Segment *segment, int64_t now);
 
 Pace core_pace(double patience, double stretch, int events);

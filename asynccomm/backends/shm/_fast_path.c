@@ -491,6 +491,8 @@ int core_may_send(FastPath *f)
     if (!driven) return -1;
     Py_DECREF(driven);
     if (driven != Py_False) return 0;
+    int cpu = sched_getcpu();
+    if (cpu != f->segment->cpu) core_publish_cpu(f->segment, cpu);
     return core_try_lock(f->lock);
 }
 

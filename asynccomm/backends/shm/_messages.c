@@ -11,17 +11,18 @@
 
 enum { LEAST_FRAME = 32 << 10, FRAMES = 16 }; /* bytes of a DATA frame, if the ring allows, and how many make a message */
 enum { PIECE = 8 << 10 };                     /* bytes of a short message after which its reader may go on */
-enum { TRIAL = 64, TRIED = 2 };               /* messages after which a receiver tries the slower way again, and for how many */
+enum { TRIAL = 64 };                          /* messages after which a receiver tries the slower way again */
+enum { SHORTS = 2 };                          /* short messages for that: the sender may have begun the next one */
 enum { LEAST_LOAN = 32 << 10, MOST_PAUSE = 128 };
 enum { LOAN_NS = 20000, BYTES_NS = 4 };       /* before an unclaimed loan is withdrawn: the receiver may be sending as many bytes */
 
 /* ---- two ways to receive ------------------------------------------------------------------------------------------- */
 
-static int is_reading_faster(Ways *ways)
+static int is_reading_faster(Ways *ways, uint32_t trials)
 {
     ways->count++;
     if (!ways->read || !ways->copied) return ways->copied != 0;
-    return (ways->read < ways->copied) == (ways->count % TRIAL >= TRIED);
+    return (ways->read < ways->copied) == (ways->count % TRIAL >= trials);
 }
 
 /* Count a time in a running mean; a rank that loses its core for a moment does not count as slow as that. */
@@ -43,7 +44,7 @@ void core_received_short(FastPath *f, LinkState *link, Ring *ring, int read, int
     if (whole && f->sends_too) took += (int64_t)(f->making * (float)nbytes); /* in an exchange, a rank makes as many as it receives */
     f->sends_too = 0;
     note_time(&link->short_ones, read, took, nbytes);
-    uint64_t wants = is_reading_faster(&link->short_ones) && core_reads_all(f->segment);
+    uint64_t wants = is_reading_faster(&link->short_ones, SHORTS) && core_reads_all(f->segment);
     if (wants != atomic_load_explicit(&ring->wants_loans, memory_order_relaxed))
         atomic_store_explicit(&ring->wants_loans, wants, memory_order_relaxed);
 }
@@ -347,7 +348,7 @@ int core_receive_message(FastPath *f, const Entry *entry, char *data, uint64_t n
     if (posted) return STUCK;
     if (!core_claim(&frame, payload)) return core_receive_message(f, entry, data, nbytes, begun); /* a SHORT follows */
     if (!since) since = nanoseconds();
-    int reads = readable && (frame.kind == LOAN || is_reading_faster(&link->long_ones)), result = STUCK;
+    int reads = readable && (frame.kind == LOAN || is_reading_faster(&link->long_ones, 1)), result = STUCK;
     if (reads) result = core_read_offered(f, entry, link, ring, &frame, payload, data, nbytes);
     if (result != DONE) reads = 0, result = receive_long(f, entry, link, ring, &frame, data, nbytes, begun);
     if (result != DONE) return result;

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <sched.h>
 #include <stdio.h>
+#include <string.h>
 #include <unistd.h>
 
 /* Another thread that keeps an offered core for HOG_NS is busy, and probably stays so for CONTENDED_NS. The kernel gives the
@@ -46,44 +47,52 @@ static void offer_core(Segment *s, Pace *pace, int64_t now)
     if (pace->offered - now > HOG_NS) s->contended_until = pace->offered + CONTENDED_NS;
 }
 
-/* Whether the machine has fewer runnable threads than cores, but for this one; 0 if that cannot be read. */
-static int is_core_idle(void)
+/* Whether the machine has no more runnable threads than cores, so that one is idle if two threads share one. */
+static int is_core_idle(int cores)
 {
     char text[64] = "";
     int file = open("/proc/loadavg", O_RDONLY | O_CLOEXEC), running;
     if (file < 0) return 0;
     ssize_t length = read(file, text, sizeof text - 1);
     close(file);
-    return length > 0 && sscanf(text, "%*s %*s %*s %d/", &running) == 1 && running <= sysconf(_SC_NPROCESSORS_ONLN);
+    return length > 0 && sscanf(text, "%*s %*s %*s %d/", &running) == 1 && running > 0 && running <= cores;
 }
 
-static int shares_core(const Segment *s, int cpu)
+void core_publish_cpu(Segment *s, int cpu)
 {
-    for (int rank = 0; rank < s->size; rank++)
-        if (rank != s->rank && (atomic_load_explicit(block_of(s, rank) + CALLER, memory_order_relaxed) & (MOVE - 1)) == (uint64_t)cpu + 1)
-            return 1;
+    s->cpu = cpu;
+    atomic_store_explicit(block_of(s, s->rank) + CALLER, s->moves * MOVE + (uint64_t)(cpu + 1), memory_order_relaxed);
+}
+
+static int shares_core(const Segment *s)
+{
+    for (int rank = 0; rank < s->size; rank++) {
+        uint64_t caller = atomic_load_explicit(block_of(s, rank) + CALLER, memory_order_relaxed);
+        if (rank != s->rank && caller % MOVE == (uint64_t)s->cpu + 1) return 1;
+    }
     return 0;
 }
 
 /* The kernel keeps threads that wake each other on one core, and moves one of them only after milliseconds. Until then each
- * message costs two switches of threads. Of two ranks, the first one to look moves, and publishes that. */
+ * message costs two switches of threads. Of two ranks, the first one to look moves: the other one, which runs meanwhile, sees it
+ * nowhere. Only where the thread may use all cores: the number of runnable threads is that of the whole machine. */
 void core_leave_shared_core(Segment *s, int64_t now)
 {
-    int cpu = sched_getcpu();
+    int cpu = sched_getcpu(), cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     if (!s->spins || cpu < 0) return;
-    Word *own = block_of(s, s->rank) + CALLER;
-    uint64_t moves = atomic_load_explicit(own, memory_order_relaxed) & ~(MOVE - 1);
-    atomic_store_explicit(own, moves | ((uint64_t)cpu + 1), memory_order_relaxed);
-    if (now < s->settled_until || !shares_core(s, cpu)) return;
+    if (cpu != s->cpu) core_publish_cpu(s, cpu);
+    if (now < s->settled_until || !shares_core(s)) return;
     s->settled_until = now + SETTLED_NS;
-    cpu_set_t allowed, others;
-    if (!is_core_idle() || sched_getaffinity(0, sizeof allowed, &allowed)) return;
-    others = allowed;
-    CPU_CLR(cpu, &others);
-    if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others)) return;
-    cpu = sched_getcpu();
-    if (sched_setaffinity(0, sizeof allowed, &allowed)) {} /* it was allowed a moment ago */
-    atomic_store_explicit(own, (moves + MOVE) | ((uint64_t)cpu + 1), memory_order_relaxed);
+    cpu_set_t mask;
+    if (sched_getaffinity(0, sizeof mask, &mask) || CPU_COUNT(&mask) < cores || !is_core_idle(cores) || !shares_core(s)) return;
+    CPU_CLR(cpu, &mask);
+    core_publish_cpu(s, -1);
+    if (!sched_setaffinity(0, sizeof mask, &mask)) {
+        s->moves++;
+        memset(&mask, 0xff, sizeof mask); /* no limit, as before, also for cores that will come */
+        if (sched_setaffinity(0, sizeof mask, &mask)) {} /* it was allowed a moment ago */
+    }
+    core_publish_cpu(s, sched_getcpu());
 }
 
 static int has_frames(const Segment *s)

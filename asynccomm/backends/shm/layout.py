@@ -44,8 +44,8 @@ class Word(IntEnum):
     SECRET = 52
     SECRET_AT = 53
     READS = 54
-    #: the CPU that this rank has last offered to others while it waited in a call, plus one, and times MOVE the number of
-    #: its moves to another CPU, see ``_pace.c``
+    #: the CPU that this rank has last called on, plus one, and times MOVE the number of its moves to another CPU, see
+    #: ``_pace.c``
     CALLER = 55
 
 

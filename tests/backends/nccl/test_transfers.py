@@ -29,6 +29,7 @@ from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.backends.nccl.transfers import RecvBuffer, Transfers
 from asynccomm.backends.ordered_executor import OrderedExecutor
+from asynccomm.core.background import in_background
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Call, MessageSpace, Parcel, RecvParcel, SendParcel
@@ -126,8 +127,8 @@ class End:
         failed = bool(self.errors)
         if not failed:
             assert await asyncio.to_thread(self.lanes.join, PATIENCE), "a lane hangs"
-        async with asyncio.timeout(PATIENCE):
-            await asyncio.to_thread(end_all, self.nccl, self.device, communicators, abort=failed)
+        ending = in_background("end", partial(end_all, self.nccl, self.device, communicators, abort=failed))
+        assert await asyncio.to_thread(ending.join, PATIENCE)
         assert await asyncio.to_thread(self.lanes.join, PATIENCE), "a lane hangs"
         self.lanes.end()
         await asyncio.to_thread(self.poller.close, 1.0)
@@ -572,9 +573,9 @@ async def test_stop_while_a_lane_connects(ends: Ends) -> None:
     given = giver.give(1, [data(10)])
     taken = taker.take(0, given.number, [10])
     await until(started.is_set)
-    for end in (giver, taker):
-        async with asyncio.timeout(PATIENCE):
-            await asyncio.to_thread(end_all, end.nccl, end.device, end.transfers.stop(), abort=True)
+    ends = [partial(end_all, end.nccl, end.device, end.transfers.stop(), abort=True) for end in (giver, taker)]
+    for ending in [in_background("end", end) for end in ends]:
+        assert await asyncio.to_thread(ending.join, PATIENCE)
     gate.set()
     await until(lambda: bool(giver.errors) and bool(taker.errors))
     assert not given.over

@@ -215,7 +215,7 @@ async def test_no_loan_beside_a_long_message(comm: Comm) -> None:
 
 @pytest.mark.ranks(2)
 async def test_ranks_that_exchange_read_at_once(comm: Comm) -> None:
-    lent, round = 0, 0
+    lent, round, deadline = 0, 0, time.monotonic() + 60
     async with probed() as own:
         other = 1 - own.rank
         while not (await comm.all_reduce(torch.tensor(lent))).item():
@@ -228,6 +228,7 @@ async def test_ranks_that_exchange_read_at_once(comm: Comm) -> None:
             assert torch.equal(await receive, values(round + other))
             lent += (LOAN, CLAIMED) in frames(own, other, since)
             round += 1
+            assert time.monotonic() < deadline, f"{round} exchanges without a loan"
         assert own.statistics().in_flight == 0
 
 
