@@ -5,7 +5,6 @@
 #include <poll.h>
 #include <sched.h>
 #include <stdio.h>
-#include <string.h>
 #include <unistd.h>
 
 /* Another thread that keeps an offered core for HOG_NS is busy, and probably stays so for CONTENDED_NS. The kernel gives the
@@ -78,19 +77,21 @@ static int shares_core(const Segment *s)
  * nowhere. Only where the thread may use all cores: the number of runnable threads is that of the whole machine. */
 void core_leave_shared_core(Segment *s, int64_t now)
 {
-    int cpu = sched_getcpu(), cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
-    if (!s->spins || cpu < 0) return;
+    if (!s->spins) return; /* there are more ranks than cores */
+    int cpu = sched_getcpu();
+    if (cpu < 0) return;
     if (cpu != s->cpu) core_publish_cpu(s, cpu);
     if (now < s->settled_until || !shares_core(s)) return;
     s->settled_until = now + SETTLED_NS;
-    cpu_set_t mask;
-    if (sched_getaffinity(0, sizeof mask, &mask) || CPU_COUNT(&mask) < cores || !is_core_idle(cores) || !shares_core(s)) return;
-    CPU_CLR(cpu, &mask);
+    int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    cpu_set_t allowed, others;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) || CPU_COUNT(&allowed) < cores || !is_core_idle(cores) || !shares_core(s)) return;
+    others = allowed;
+    CPU_CLR(cpu, &others);
     core_publish_cpu(s, -1);
-    if (!sched_setaffinity(0, sizeof mask, &mask)) {
+    if (!sched_setaffinity(0, sizeof others, &others)) {
         s->moves++;
-        memset(&mask, 0xff, sizeof mask); /* no limit, as before, also for cores that will come */
-        if (sched_setaffinity(0, sizeof mask, &mask)) {} /* it was allowed a moment ago */
+        if (sched_setaffinity(0, sizeof allowed, &allowed)) {} /* it was allowed a moment ago */
     }
     core_publish_cpu(s, sched_getcpu());
 }
