@@ -85,7 +85,8 @@ void core_leave_shared_core(Segment *s, int64_t now)
     s->settled_until = now + SETTLED_NS;
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     cpu_set_t allowed, others;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) || CPU_COUNT(&allowed) < cores || !is_core_idle(cores) || !shares_core(s)) return;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) || CPU_COUNT(&allowed) < cores) return;
+    if (!is_core_idle(cores) || !shares_core(s)) return;
     others = allowed;
     CPU_CLR(cpu, &others);
     core_publish_cpu(s, -1);
