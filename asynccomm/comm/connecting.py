@@ -135,7 +135,8 @@ async def _connect_first(
             if session.reporter is not None and not backend.compares:
                 session.submitter.compare(session.reporter.compare)
             session.resources.push_async_callback(connected.aclose)
-            session.options = replace(session.options, hints=hints)
+            if hints != session.options.hints:
+                session.options = replace(session.options, hints=hints)
             return
 
 

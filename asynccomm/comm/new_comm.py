@@ -109,6 +109,8 @@ def choice(
     """
     where = device_of(device)
     backends = {candidate: load_backend(candidate, where) for candidate in candidates(backend, where)}
+    if hints is None:
+        return where, backends, {}
     known = {key: text for each in backends.values() for key, text in each.hints.items()}
     checked = check_hints(hints, known, backend)
     for each in backends.values():

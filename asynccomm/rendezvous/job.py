@@ -207,7 +207,8 @@ class CommIdentity:
 
     def members_of(self, ranks: Sequence[int]) -> list[RankInfo]:
         """The members with these ``ranks``, renumbered from 0."""
-        return [replace(self.members[old], rank=new) for new, old in enumerate(ranks)]
+        members = [self.members[old] for old in ranks]
+        return [each if each.rank == new else replace(each, rank=new) for new, each in enumerate(members)]
 
     def free_name(self) -> None:
         """Make the name available to another comm. From any thread."""

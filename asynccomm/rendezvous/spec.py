@@ -110,7 +110,7 @@ def resolve_spec(
     if store is not None and not isinstance(store, str):
         raise TypeError(f"store must be a Store, a torch.distributed.Store or an URL, got {store!r}")
     url = urlsplit("env://" if store is None else store)
-    query = {key: values[-1] for key, values in parse_qs(url.query, keep_blank_values=True).items()}
+    query = {key: texts[-1] for key, texts in parse_qs(url.query, keep_blank_values=True).items()} if url.query else {}
     if unknown := query.keys() - {"rank", "world_size"}:
         raise ValueError(f"store {store!r} may say rank and world_size, not {', '.join(sorted(unknown))}")
     where = _rank_and_size(rank, size, query, env)
@@ -129,9 +129,8 @@ def resolve_spec(
 
 def _of_environment(where: tuple[int, int], scope: str, env: Mapping[str, str]) -> RendezvousSpec:
     """The rendezvous at MASTER_ADDR and MASTER_PORT, or at the place that the launcher's variables give."""
-    launcher = started_by(env)
     host, port_text = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    if launcher is not None and not (host and port_text):
+    if not (host and port_text) and (launcher := started_by(env)) is not None:
         if launcher is SLURM and (derived := slurm_address(env)) is not None:
             host, port_text = host or derived[0], port_text or str(derived[1])
         elif launcher is not SLURM and not host and not port_text and on_one_host(launcher, env):

@@ -103,6 +103,9 @@ class PrefixStore(Store):
         self.name = prefix
         self.underlying = store
 
+    def prefix(self, prefix: str) -> PrefixStore:
+        return PrefixStore(self._key(prefix), self.underlying)  # one view in place of two
+
     def _key(self, key: str) -> str:
         return f"{self.name}/{key}"
 

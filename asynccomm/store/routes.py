@@ -63,6 +63,7 @@ def interface_of(address: str) -> str:
     return next((each.interface for each in interface_addresses() if each.address == address), "")
 
 
+@functools.lru_cache
 def is_reachable(address: str) -> bool:
     """Whether other hosts may reach ``address``: loopback serves this host only, and so do link-local addresses.
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, Final, final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -89,6 +90,43 @@ class RankPosition:
         self.adopting: bool = False  #: C has begun a message that no submission stands for yet
 
 
+class Places(NamedTuple):
+    """The places in segments of one layout that a rank uses: indices of words, and starts in bytes."""
+
+    reduced: int
+    finished: int
+    all_reduced: list[int]  #: of the other ranks
+    all_finished: list[int]  #: by rank
+    withdrawn: list[tuple[int, int]]  #: the other ranks, and their words
+    records: list[list[int]]  #: by bank and rank, as the following
+    headers: list[list[int]]
+    starts: dict[int, list[list[int]]]  #: by ``Space``
+
+
+@lru_cache(maxsize=64)
+def places(layout: Layout, rank: int) -> Places:
+    """The places that ``rank`` uses; cached, because the comms of a process are often alike."""
+    ranks, others = range(layout.size), [other for other in range(layout.size) if other != rank]
+
+    def table(place: Callable[[int, int], int]) -> list[list[int]]:
+        return [[place(bank, each) for each in ranks] for bank in range(layout.banks)]
+
+    return Places(
+        layout.word(rank, Word.REDUCED),
+        layout.word(rank, Word.FINISHED),
+        [layout.word(other, Word.REDUCED) for other in others],
+        [layout.word(each, Word.FINISHED) for each in ranks],
+        [(other, layout.word(other, Word.WITHDRAWN)) for other in others],
+        table(layout.record),
+        table(lambda bank, each: layout.header(bank, each, 0)),
+        {
+            Space.SLOT: table(layout.slot),
+            Space.RESULT: table(layout.result),
+            Space.RECORD: table(lambda bank, each: (layout.record(bank, each) + RecordWord.INLINE) * WORD),
+        },
+    )
+
+
 @final
 class Board:
     """The steps of collectives, as rank ``rank`` sees them.
@@ -118,29 +156,17 @@ class Board:
         self.chunk: int = layout.chunk
         self.state: RankPosition = RankPosition() if state is None else state
         self.peers: PeerMemory = PeerMemory() if peers is None else peers
-        self._withdrawn = [(r, layout.word(r, Word.WITHDRAWN)) for r in self.others]
         self._banks = layout.banks
         self._words = words
         self._data = data
+        self._base = data.data_ptr()
         self._order = fence.order
         self._notify = notify
-        self._reduced = layout.word(rank, Word.REDUCED)
-        self._finished = layout.word(rank, Word.FINISHED)
-        self._all_reduced = [layout.word(r, Word.REDUCED) for r in self.others]
-        self._all_finished = [layout.word(r, Word.FINISHED) for r in range(layout.size)]
-        self._records = [[layout.record(bank, r) for r in range(layout.size)] for bank in range(layout.banks)]
         self._free = layout.banks  # the slots of all steps below this one are known to be free
-        base, ranks, banks = data.data_ptr(), range(layout.size), range(layout.banks)
-        self._headers = [[layout.header(bank, rank, 0) for rank in ranks] for bank in banks]
-        starts: dict[int, Callable[[int, int], int]] = {
-            Space.SLOT: layout.slot,
-            Space.RESULT: layout.result,
-            Space.RECORD: lambda bank, rank: (layout.record(bank, rank) + RecordWord.INLINE) * WORD,
-        }
-        self._starts = {space: [[start(bank, r) for r in ranks] for bank in banks] for space, start in starts.items()}
-        self._addresses = {
-            space: [[base + start for start in each] for each in table] for space, table in self._starts.items()
-        }
+        place = places(layout, rank)
+        self._reduced, self._finished, self._withdrawn = place.reduced, place.finished, place.withdrawn
+        self._all_reduced, self._all_finished = place.all_reduced, place.all_finished
+        self._records, self._headers, self._starts = place.records, place.headers, place.starts
         self._elements: dict[tuple[int, torch.dtype, int, int, int, int], Tensor] = {}
 
     @property
@@ -294,11 +320,7 @@ class Board:
 
     def slot_address(self, step: int, rank: int) -> int:
         """The address of a rank's slot in this process."""
-        return self._addresses[Space.SLOT][step % self._banks][rank]
-
-    def address(self, space: int, step: int, rank: int) -> int:
-        """The address of a rank's memory in ``space``, in this process."""
-        return self._addresses[space][step % self._banks][rank]
+        return self._base + self._starts[Space.SLOT][step % self._banks][rank]
 
     def elements(self, space: int, dtype: torch.dtype, step: int, rank: int, offset: int, nbytes: int) -> Tensor:
         """Bytes of a rank's memory in ``space``, as a vector of ``dtype``. Cached, because operations repeat."""

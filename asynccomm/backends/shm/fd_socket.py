@@ -15,6 +15,8 @@ from asynccomm.control.timing import RETRY_SECONDS
 
 MESSAGE_DESCRIPTORS: Final = 198  # in one message; Linux allows 253
 MESSAGE_BYTES: Final = 4096
+_ROOM: Final = socket.CMSG_SPACE(MESSAGE_DESCRIPTORS * array.array("i").itemsize)
+_TRUNCATED: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 
 @final
@@ -81,12 +83,11 @@ class FdSocket:
     def read(self) -> None:
         """Receive the next message now, if there is one."""
         fds = array.array("i")
-        room = socket.CMSG_SPACE(MESSAGE_DESCRIPTORS * fds.itemsize)
         data, flags = b"", 0
         ancillary: list[tuple[int, int, bytes]] = []
         for _ in range(2):
             try:  # socket.recv_fds ignores its argument ``flags``
-                data, ancillary, flags, _ = self._sock.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+                data, ancillary, flags, _ = self._sock.recvmsg(MESSAGE_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -99,7 +100,7 @@ class FdSocket:
                 fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
         if not data:
             self._loop.remove_reader(self._sock.fileno())
-        self.receive(Datagram(data, list(fds), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
+        self.receive(Datagram(data, list(fds), not flags & _TRUNCATED))
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message, waiting for room. Raises: OSError if the peer has closed the connection."""

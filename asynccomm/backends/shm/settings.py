@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Self, final
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final, final
 
 from asynccomm.backends.shm.layout import LINE, Layout
 
@@ -48,23 +49,10 @@ class Settings:
     single_copy: int = 1
     message_bytes: int = 1 << 20
 
-    @classmethod
-    def of(cls, hints: Mapping[str, str]) -> Self:
+    @staticmethod
+    def of(hints: Mapping[str, str]) -> Settings:
         """The settings from the hints. Raises ``ValueError`` naming the hint."""
-        values = {key: _number(key, hints[key]) for key in cls.__dataclass_fields__ if key in hints}
-        settings = cls(**values)
-        for key in ("chunk_bytes", "message_bytes"):
-            value = getattr(settings, key)
-            if value % LINE or value < 1024:
-                raise ValueError(f"hint {key!r} must be a multiple of {LINE} and at least 1024, got {value}")
-        if settings.whole_bytes > settings.chunk_bytes:
-            if "whole_bytes" in hints:
-                raise ValueError(
-                    f"hint 'whole_bytes' must be at most chunk_bytes ({settings.chunk_bytes}), "
-                    f"got {settings.whole_bytes}"
-                )
-            values["whole_bytes"] = settings.chunk_bytes
-        return cls(**values)
+        return _settings(tuple((key, hints[key]) for key in Settings.__dataclass_fields__ if key in hints))
 
     def as_dict(self) -> dict[str, int]:
         """The values by the names of the hints."""
@@ -72,7 +60,32 @@ class Settings:
 
     def layout(self, size: int) -> Layout:
         """The layout of a segment for ``size`` ranks; each rank gets at least one cache line of every slot."""
-        return Layout(size, max(self.chunk_bytes, size * LINE), BANKS, self.message_bytes)
+        return _layout(size, max(self.chunk_bytes, size * LINE), self.message_bytes)
+
+
+# cached, because the comms of a process are often alike
+
+
+@lru_cache(maxsize=64)
+def _settings(given: tuple[tuple[str, str], ...]) -> Settings:
+    values = {key: _number(key, text) for key, text in given}
+    settings = Settings(**values)
+    for key in ("chunk_bytes", "message_bytes"):
+        value = getattr(settings, key)
+        if value % LINE or value < 1024:
+            raise ValueError(f"hint {key!r} must be a multiple of {LINE} and at least 1024, got {value}")
+    if settings.whole_bytes > settings.chunk_bytes:
+        if "whole_bytes" in values:
+            raise ValueError(
+                f"hint 'whole_bytes' must be at most chunk_bytes ({settings.chunk_bytes}), got {settings.whole_bytes}"
+            )
+        settings = replace(settings, whole_bytes=settings.chunk_bytes)
+    return settings
+
+
+@lru_cache(maxsize=64)
+def _layout(size: int, chunk: int, ring: int) -> Layout:
+    return Layout(size, chunk, BANKS, ring)
 
 
 def spin_seconds(hints: Mapping[str, str], size: int) -> float:

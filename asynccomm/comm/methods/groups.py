@@ -18,7 +18,7 @@ from asynccomm.control.runs import MAX_NAME
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import ClosedError
 from asynccomm.ops.validation import CommInfo, as_index
-from asynccomm.options import check_hints, check_name, seconds
+from asynccomm.options import check_hints, check_name, duration, seconds
 from asynccomm.rendezvous.job import CommIdentity, NameReservation
 
 NETWORKS: Final = frozenset({"gloo", "hierarchical"})  # backends of ranks that may share memory in a host
@@ -219,7 +219,9 @@ class Groups(CommBase):
         if ranks and group.rank not in ranks:
             raise ValueError(f"ranks must include this rank, {group.rank}, or be empty, got {list(ranks)}")
         backends = self._backends_for(ranks, shares=shares)
-        options = replace(parent.options, timeout=seconds("timeout", timeout, parent.options.timeout))
+        options = parent.options
+        if timeout is not None:
+            options = replace(options, timeout=duration("timeout", timeout))
         if hints is not None:
             known = {key: text for backend in backends.values() for key, text in backend.hints.items()}
             checked = check_hints(hints, known, self._backend_name)

@@ -18,6 +18,7 @@ SHOWN: Final = 200  # characters of a malformed value that an error shows
 
 JsonObject: TypeAlias = dict[str, Any]
 
+_encoder: Final = json.JSONEncoder(separators=(",", ":"))
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = SHOWN
 
@@ -36,7 +37,7 @@ class TaggedMessage(Message, frozen=True, tag=True, tag_field="kind"):
 
 def dumps(message: object) -> str:
     """``message`` as JSON: a message, or a JSON value that contains messages."""
-    return json.dumps(msgspec.to_builtins(message), separators=(",", ":"))
+    return _encoder.encode(msgspec.to_builtins(message))
 
 
 def loads(kind: Any, text: bytes | str) -> Any:

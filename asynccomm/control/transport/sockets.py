@@ -82,7 +82,9 @@ async def connect_in_turn(sock: socket.socket, address: str) -> None:
 def run_name(run: str) -> str:
     """The name of a run within the names of its ranks' sockets."""
     text = run.encode("ascii", "replace").decode()
-    return "".join(char if char.isprintable() else "?" for char in text).replace("/", "-")[:MAX_NAME]
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else "?" for char in text)
+    return text.replace("/", "-")[:MAX_NAME]
 
 
 def local_socket(name: str) -> socket.socket | None:
