@@ -54,7 +54,6 @@ from asynccomm.store.base import Store
 __all__ = [
     "Backend",
     "BackendContext",
-    "BackendOffer",
     "BackendWindow",
     "DirectCalls",
     "FastCalls",
@@ -162,22 +161,6 @@ class Announcements(Protocol):
         """Wait for the text."""
 
 
-class OpenResource(Protocol):
-    """A resource that can be closed at any time."""
-
-    def close(self) -> None:
-        """Close the resource. Idempotent."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BackendOffer:
-    """An announcement of rank 0 that the other ranks receive when they meet, which saves a message later."""
-
-    text: str
-    resource: OpenResource | None = None  #: at rank 0: the resource that the text describes; closed after connecting
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class BackendContext:
@@ -192,14 +175,13 @@ class BackendContext:
     hints: Mapping[str, str] = field(default_factory=dict)  #: already checked; only keys of ``Backend.hints``
     high_priority_stream: bool = False  #: for GPU backends
     announcements: Announcements | None = None  #: None: there is only the store
-    offer: BackendOffer | None = None  #: the result of ``Backend.offer`` at rank 0, or its text at the other ranks
+    secret: bytes = field(default=b"", repr=False)  #: that the ranks of the job alone know; empty: there is none
     alternatives: bool = False  #: whether another backend is tried if this one raises UnsuitableError
 
     def announce(self, text: str) -> Coroutine[Any, Any, None]:
         """Send ``text`` to the other ranks; rank 0 calls this once, and awaits the result or cancels it when all came.
 
-        The text goes to the store at once if there is no other way, and else for ranks that do not come soon. Ranks
-        that have an offer need no call.
+        The text goes to the store at once if there is no other way, and else for ranks that do not come soon.
         """
         if self.announcements is not None:
             self.announcements.announce(text)
@@ -212,8 +194,6 @@ class BackendContext:
 
     async def announced(self) -> bytes:
         """The announcement of rank 0."""
-        if self.offer is not None:
-            return self.offer.text.encode()
         if self.announcements is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANNOUNCE_SECONDS):
@@ -461,11 +441,6 @@ class Backend(Handle, abc.ABC):
 
         Raises: ValueError for a hint's value, UnsuitableError on all ranks alike, BackendError.
         """
-
-    @classmethod
-    def offer(cls, hints: Mapping[str, str], size: int) -> BackendOffer | None:
-        """The announcement that rank 0 of ``size`` ranks can make before the ranks meet; None: there is none."""
-        return None
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:

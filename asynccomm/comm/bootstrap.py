@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
-from asynccomm.backends.base import Backend, BackendOffer, own_hints
+from asynccomm.backends.base import Backend
 from asynccomm.comm.connecting import connect_session
 from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
@@ -56,9 +56,7 @@ async def bootstrap(
         if options.hints.get("control") != "off":
             sockets = ListeningSockets(group.rank, place.run)
             unless_met.callback(sockets.close)
-        offers = _offers(group, backends, options) if group.rank == 0 else {}
-        unless_met.callback(_close, offers)
-        meeting, joined = await _join(place, group, requested, options.ordering, limit, sockets, offers, start)
+        meeting, joined = await _join(place, group, requested, options.ordering, limit, sockets, start)
         unless_met.push_async_callback(meeting.aclose)
         room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
         if meeting.hosted is not None:
@@ -66,32 +64,14 @@ async def bootstrap(
         joined = await exchange_addresses(room, joined, sockets, group.rank, options.hints, start + limit)
         channel = None if sockets is None else await _open_channel(joined, sockets, start + limit)
         unless_met.pop_all()
-    try:
-        if group.rank:
-            offers = {name: BackendOffer(text) for name, text in joined.offers.items()}
-        ranks = range(group.size)
-        job = Job(world, group, room, meeting, channel, origin)
-        identity = CommIdentity(
-            job, reservation, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks
-        )
-        session = Session(group, options, Mailbox(asyncio.get_running_loop()), identity)
-        await connect_session(session, backends, max(LEAST_SECONDS, start + limit - time.monotonic()), offers=offers)
-    finally:
-        _close(offers)
+    ranks = range(group.size)
+    job = Job(world, group, room, meeting, channel, origin, joined.tokens.secret)
+    identity = CommIdentity(
+        job, reservation, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks
+    )
+    session = Session(group, options, Mailbox(asyncio.get_running_loop()), identity)
+    await connect_session(session, backends, max(LEAST_SECONDS, start + limit - time.monotonic()))
     return session
-
-
-def _offers(group: CommInfo, backends: Mapping[str, type[Backend]], options: CommOptions) -> dict[str, BackendOffer]:
-    """The offer of the backend that is tried first, by the backend's name."""
-    name, backend = next(iter(backends.items()))
-    offer = backend.offer(own_hints(backend, options.hints), group.size)
-    return {} if offer is None else {name: offer}
-
-
-def _close(offers: Mapping[str, BackendOffer]) -> None:
-    for offer in offers.values():
-        if offer.resource is not None:
-            offer.resource.close()
 
 
 async def _join(
@@ -101,12 +81,10 @@ async def _join(
     ordering: str,
     timeout: float,
     sockets: ListeningSockets | None,
-    offers: Mapping[str, BackendOffer],
     start: float,
 ) -> tuple[StoreSession, HandshakeResult]:
     """Meet the other ranks; retry if the store closes meanwhile, since its host had closed an earlier comm there."""
     contact = None if sockets is None else sockets.contact
-    texts = {name: offer.text for name, offer in offers.items()}
     spent = 0.0
     while True:
         meeting = await connect_store(place, max(0.0, timeout - spent))
@@ -121,7 +99,6 @@ async def _join(
                 timeout,
                 ordering=ordering,
                 contact=contact,
-                offers=texts,
                 spent=spent,
             )
         except BaseException as exc:

@@ -7,10 +7,8 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Final
 
-from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, BackendOffer, UnsuitableError, own_hints
+from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, UnsuitableError, own_hints
 from asynccomm.comm.reporter import Reporter
 from asynccomm.comm.session import EXPLAIN_SECONDS, Session
 from asynccomm.errors import AbortedError, AsyncCommError, BackendError, BrokenError, PeerLostError, StoreError
@@ -20,8 +18,6 @@ ABSENT_SECONDS = 2.0  # for the store to list the ranks that came
 CONNECT_SECONDS = 0.5  # to wait for the reason of an error; short, as ranks that saw this one leave wait for it, too
 CLOSED_SECONDS = 2.0  # that a rank goes on connecting after a member has closed the comm that is split
 
-NONE: Final[Mapping[str, BackendOffer]] = MappingProxyType({})
-
 _log = logging.getLogger("asynccomm")
 
 
@@ -30,8 +26,6 @@ async def connect_session(
     backends: Mapping[str, type[Backend]],
     timeout: float,
     parent: Session | None = None,
-    *,
-    offers: Mapping[str, BackendOffer] = NONE,
 ) -> None:
     """Connect the first of ``backends`` that suits, and accept calls. Any failure ends the session.
 
@@ -39,7 +33,6 @@ async def connect_session(
         backends: by name, in the order to try them.
         timeout: seconds.
         parent: the comm that is split; its failure fails this session while it connects, as ranks may be missing.
-        offers: of backends, by name; their resources stay the caller's.
     """
     if parent is not None:
         parent.children.add(session)
@@ -55,7 +48,7 @@ async def connect_session(
             if parent is not None and parent.reporter is not None:
                 beside.append(loop.create_task(_miss_members(session, parent.group.name, parent.reporter)))
             try:
-                await _connect_first(session, backends, timeout, offers)
+                await _connect_first(session, backends, timeout)
             finally:
                 for task in beside:
                     task.cancel()
@@ -104,9 +97,7 @@ async def _miss_members(session: Session, parent: str, reporter: Reporter) -> No
     session.fail(BackendError(f"rank {rank} has closed comm {parent!r}, and takes no part in splitting it"))
 
 
-async def _connect_first(
-    session: Session, backends: Mapping[str, type[Backend]], timeout: float, offers: Mapping[str, BackendOffer]
-) -> None:
+async def _connect_first(session: Session, backends: Mapping[str, type[Backend]], timeout: float) -> None:
     session.candidates = backends
     last = list(backends)[-1]
     for name, backend in backends.items():
@@ -122,7 +113,7 @@ async def _connect_first(
             hints=hints,
             high_priority_stream=session.options.high_priority_stream,
             announcements=session.reporter,
-            offer=offers.get(name),
+            secret=session.identity.job.secret,
             alternatives=name != last,
         )
         try:

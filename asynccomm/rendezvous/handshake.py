@@ -125,7 +125,6 @@ class _Hello(_VersionedHello, frozen=True):
 class _Answer(TaggedMessage, frozen=True):
     members: list[Member] | None  #: in rank order; None: they stand under ``members``
     tokens: Tokens
-    offers: dict[Text, str] = {}  # noqa: RUF012 (msgspec copies it)
 
 
 @final
@@ -139,8 +138,7 @@ class HandshakeResult(NamedTuple):
     epoch: str
     members: list[RankInfo]  #: in rank order
     contacts: list[RankAddress]  #: of the members that have a control channel
-    tokens: Tokens  #: of the control channel
-    offers: Mapping[str, str]  #: of rank 0, see ``BackendOffer``; by the name of the backend
+    tokens: Tokens
 
 
 async def handshake(
@@ -153,14 +151,12 @@ async def handshake(
     *,
     ordering: str = "program",
     contact: RankAddress | None = None,
-    offers: Mapping[str, str] | None = None,
     spent: float = 0.0,
 ) -> HandshakeResult:
     """Connect with the other ranks of comm ``name``. Cancelling is safe.
 
     Args:
         contact: the address of this rank's control channel, if the rank has one.
-        offers: of rank 0: texts for the other ranks, by the name of a backend (``BackendOffer``).
         timeout: seconds allowed for the whole set-up of the comm.
         spent: seconds of ``timeout`` already used.
 
@@ -184,13 +180,11 @@ async def handshake(
     deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)
     if rank == 0:
-        return await _welcome(place, name, hello, dict(offers or {}), deadline, timeout)
+        return await _welcome(place, name, hello, deadline, timeout)
     return await _ask(place, name, hello, deadline, timeout)
 
 
-async def _welcome(
-    place: Store, name: str, mine: _Hello, offers: dict[str, str], deadline: float, timeout: float
-) -> HandshakeResult:
+async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeout: float) -> HandshakeResult:
     size = mine.size
     deadline -= min(NOTICE, timeout / 10)
     epoch = secrets.token_hex(8)
@@ -218,19 +212,18 @@ async def _welcome(
     members, tokens = _as_listed([hellos[rank].member for rank in range(size)]), Tokens.random()
     if size > MEMBERS_INLINE:
         await room.set("members", pack_table([_row(member) for member in members]))
-    text = dumps(_Answer(members if size <= MEMBERS_INLINE else None, tokens, offers))
+    text = dumps(_Answer(members if size <= MEMBERS_INLINE else None, tokens))
     await room.multi_set({f"answer/{nonce}": text for nonce in nonces})
     await room.check([])  # a round trip: the answers are stored; later losses of rank 0 are found by other means
-    return _joined(epoch, members, tokens, offers)
+    return _joined(epoch, members, tokens)
 
 
-def _joined(epoch: str, members: Sequence[Member], tokens: Tokens, offers: Mapping[str, str]) -> HandshakeResult:
+def _joined(epoch: str, members: Sequence[Member], tokens: Tokens) -> HandshakeResult:
     return HandshakeResult(
         epoch,
         [RankInfo(each.rank, each.host, each.pid, each.network, each.address) for each in members],
         [member.contact for member in members if member.contact is not None],
         tokens,
-        offers,
     )
 
 
@@ -415,7 +408,7 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
                 members = answer.members
                 if members is None:
                     members = _unpacked(await room.get("members", left()), mine.size, most)
-                return _joined(epoch, _checked(members, mine), answer.tokens, answer.offers)
+                return _joined(epoch, _checked(members, mine), answer.tokens)
         except MessageError as exc:
             raise RendezvousError(f"comm {name!r}: the answer of rank 0 cannot be read: {exc}") from None
         except StoreTimeoutError:

@@ -28,7 +28,7 @@ from asynccomm.control.channel import ControlChannel
 from asynccomm.errors import AsyncCommError, ClosedError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession
-from asynccomm.store.base import PrefixStore, Store, within
+from asynccomm.store.base import Store, path_of, within
 
 STORE_HOST_KEY = "host"  # key under a job's prefix: the rank that hosts the store, if a rank does
 ANNOUNCE_SECONDS = 1.0  # seconds for the departure of a rank to reach the store, which may be lost or stuck
@@ -82,6 +82,7 @@ class Job:
         group, room: the first comm's group and store prefix; all ranks of the job belong to this comm.
         meeting, channel: closed with the last comm. No channel: the job runs without a control channel.
         origin: None: no other job can replace this one.
+        secret: that the ranks of the job alone know; empty: there is none.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class Job:
         meeting: StoreSession,
         channel: ControlChannel | None = None,
         origin: JobOrigin | None = None,
+        secret: bytes = b"",
     ) -> None:
         self.world = world
+        self.secret = secret
         self.channel = channel
         self.origin = origin
         self.followed = False  #: comms of another job replace the comms of this one and own the store
@@ -180,7 +183,7 @@ class CommIdentity:
         self.members: tuple[RankInfo, ...] = tuple(members)
         self.parent_ranks: tuple[int, ...] = tuple(parent_ranks)
         self.job_ranks: tuple[int, ...] = tuple(job_ranks)
-        self.key: str = _digest(_path(room))  #: identifies this comm in the control channel
+        self.key: str = _digest(path_of(room))  #: identifies this comm in the control channel
         self._reservation = reservation
         self._splits: Counter[str] = Counter()
         self._unnamed: Counter[str] = Counter()
@@ -239,14 +242,6 @@ class CommIdentity:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _path(room: Store) -> str:
-    names = []
-    while isinstance(room, PrefixStore):
-        names.append(room.name)
-        room = room.underlying
-    return "/".join(reversed(names))
 
 
 def _renew_lock() -> None:

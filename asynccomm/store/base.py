@@ -169,6 +169,15 @@ def to_amount(amount: int) -> int:
     return amount
 
 
+def path_of(store: Store) -> str:
+    """The prefix of the keys of a view; empty for a whole store."""
+    names = []
+    while isinstance(store, PrefixStore):
+        names.append(store.name)
+        store = store.underlying
+    return "/".join(reversed(names))
+
+
 def within(limit: float) -> asyncio.Timeout:
     """``asyncio.timeout`` that also accepts ``math.inf``."""
     return asyncio.timeout(None if limit == math.inf else limit)

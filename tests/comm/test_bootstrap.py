@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from asynccomm import BackendError, MemoryStore, RendezvousError, StoreError
-from asynccomm.backends.base import BackendContext, BackendOffer
+from asynccomm.backends.base import BackendContext
 from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.comm import bootstrap as assembly_module
 from asynccomm.comm.bootstrap import bootstrap
@@ -56,34 +56,22 @@ async def nothing_is_left() -> None:
     await until(lambda: f"/{os.getpid()}/" not in Path("/proc/net/unix").read_text())
 
 
-async def test_a_rank_that_stays_alone_closes_its_offer(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Door:
-        closed = 0
-
-        def close(self) -> None:
-            self.closed += 1
-
-    door = Door()
-    monkeypatch.setattr(LoopbackBackend, "offer", lambda hints, size: BackendOffer("text", door))
-    with pytest.raises(RendezvousError, match=r"ranks \[1\] of 2 did not come"):
-        await made(MemoryStore(), 0, 2, CommOptions(timeout=0.05))
-    assert door.closed
-    await nothing_is_left()
-
-
-async def test_the_offer_of_rank_0_reaches_the_backends_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    offers: dict[int, BackendOffer | None] = {}
+async def test_the_ranks_share_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets: list[bytes] = []
     connect = LoopbackBackend.connect
 
     async def noted(context: BackendContext) -> LoopbackBackend:
-        offers[context.group.rank] = context.offer
+        secrets.append(context.secret)
+        assert repr(context.secret) not in repr(context)
         return await connect(context)
 
     monkeypatch.setattr(LoopbackBackend, "connect", noted)
-    monkeypatch.setattr(LoopbackBackend, "offer", lambda hints, size: BackendOffer(f"for {size}"))
-    store = MemoryStore()
-    await close(*await asyncio.gather(*(made(store, rank, 2) for rank in range(2))))
-    assert offers == {0: BackendOffer("for 2"), 1: BackendOffer("for 2")}
+    for _ in range(2):
+        store = MemoryStore()
+        await close(*await asyncio.gather(*(made(store, rank, 2) for rank in range(2))))
+    first, second, third, fourth = secrets
+    assert first == second != third == fourth
+    assert len(first) == 32
 
 
 async def test_the_first_of_its_family() -> None:
@@ -185,7 +173,7 @@ async def test_the_end_of_a_given_store_is_an_error_at_once() -> None:
     place = resolve_spec(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1, 2, {})
     shared = await SharedClient.connect("127.0.0.1", server.port, 60)
     joining = asyncio.create_task(
-        assembly_module._join(place, CommInfo("c", 1, 2, CPU), "auto", "program", 60, None, {}, time.monotonic())
+        assembly_module._join(place, CommInfo("c", 1, 2, CPU), "auto", "program", 60, None, time.monotonic())
     )
     await until(lambda: shared._users == 2)
     server.release()
@@ -218,7 +206,7 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
     monkeypatch.setattr(assembly_module, "handshake", join)
     where = RendezvousSpec(1, 2, "asynccomm/run/0", host="h", port=1)
     found = await assembly_module._join(
-        where, CommInfo("c", 1, 2, CPU), "auto", "program", 10, None, {}, asyncio.get_running_loop().time()
+        where, CommInfo("c", 1, 2, CPU), "auto", "program", 10, None, asyncio.get_running_loop().time()
     )
     assert found == (meetings[2], "joined")
     assert [meeting.closed for meeting in meetings] == [1, 1, 0]
@@ -231,7 +219,6 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
             "program",
             10,
             None,
-            {},
             0.0,
         )
     assert [meeting.closed for meeting in meetings] == [1]

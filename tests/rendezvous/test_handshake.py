@@ -71,15 +71,6 @@ async def test_eight_ranks_join_at_once(stores: list[Store]) -> None:
     assert [member.rank for member in results[0].members] == list(range(8))
 
 
-@pytest.mark.parametrize("size", [2, MEMBERS_INLINE + 1])
-async def test_all_ranks_get_the_offers_of_rank_0(store: MemoryStore, size: int) -> None:
-    offers = [{"shm": '{"name":"x"}'}, {"shm": "of no rank 0"}]
-    tasks = [start(store, rank, size, offers=offers[min(rank, 1)]) for rank in range(size)]
-    results = await asyncio.gather(*tasks)
-    assert all(joined.offers == offers[0] for joined in results)
-    assert (await start(store, 0, 1, name="alone")).offers == {}
-
-
 async def test_in_any_order_of_arrival(stores: list[Store]) -> None:
     tasks = []
     for rank in (5, 0, 7, 3, 1, 6, 2, 4):

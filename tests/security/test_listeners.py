@@ -108,7 +108,7 @@ def test_the_meeting_has_a_name_that_nobody_can_guess() -> None:
 
         group = CommInfo("test", 0, 2, torch.device("cpu"))
         before = listeners_of(os.getpid())
-        doors = [handshake.Entrance({}, 2) for _ in range(2)]
+        doors = [handshake.Entrance(handshake.Address.random({}), 2) for _ in range(2)]
         hosts = [handshake.RootSide(group, door, FdBag(), (-1, -1, -1)) for door in doors]
         names = {name for name in names_of(os.getpid()) if name.startswith("@asynccomm-")}
         assert names == {f"@{door.address.name}" for door in doors}

@@ -300,6 +300,5 @@ def _among(
         on_error=failed,
         hints={**hints, **own_hints(backend, context.hints)},
         announcements=None,
-        offer=None,
         alternatives=False,
     )

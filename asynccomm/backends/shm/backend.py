@@ -22,15 +22,13 @@ import anyio.to_thread
 import torch
 from torch import Tensor
 
-from asynccomm.backends.base import Backend, BackendContext, BackendOffer, DirectCalls, FastCalls, Submission
+from asynccomm.backends.base import Backend, BackendContext, DirectCalls, FastCalls, Submission
 from asynccomm.backends.shm.arena import arena
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
-from asynccomm.backends.shm.handshake import Entrance
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
 from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds, thread_spin_seconds, yield_seconds
 from asynccomm.backends.shm.windows import ShmWindow, WindowPace
-from asynccomm.control.transport.schema import dumps
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError
 from asynccomm.ops import WindowInfo
@@ -81,16 +79,6 @@ class ShmBackend(Backend):
         yield_seconds(hints)
 
     @classmethod
-    def offer(cls, hints: Mapping[str, str], size: int) -> BackendOffer | None:
-        if size == 1 or unsupported():
-            return None
-        try:
-            entrance = Entrance(Settings.of(hints).as_dict(), size)
-        except OSError:  # connecting tries again, and reports the problem
-            return None
-        return BackendOffer(dumps(entrance.address), entrance)
-
-    @classmethod
     async def connect(cls, context: BackendContext) -> Self:
         if reason := unsupported():
             await report_unsupported(context, reason)
@@ -106,11 +94,17 @@ class ShmBackend(Backend):
             except (OSError, RuntimeError, BackendError) as exc:  # no descriptors or threads left: the others must know
                 await report_unsupported(context, str(exc))
             unless_connected.callback(os.close, bell)
-            mapping = await bootstrap_segment(context, settings.as_dict(), layout, (bell, worker.bell), memory)
-            unless_connected.callback(mapping.close)
             pauses = thread_spin_seconds(context.hints, patience), yield_seconds(context.hints)
-            engine = Engine(context, layout, settings, mapping, worker, patience, *pauses)
-            backend = cls(context, engine, mapping, worker, bell)
+            made: list[Engine] = []
+            unless_connected.callback(made.clear)  # the frames of an error would keep the mapping
+
+            def on_mapped(mapping: PeerMapping) -> None:
+                made.append(Engine(context, layout, settings, mapping, worker, patience, *pauses))
+
+            shared, bells = settings.as_dict(), (bell, worker.bell)
+            mapping = await bootstrap_segment(context, shared, layout, bells, memory, on_mapped)
+            unless_connected.callback(mapping.close)
+            backend = cls(context, made[0], mapping, worker, bell)
             unless_connected.pop_all()
             return backend
 

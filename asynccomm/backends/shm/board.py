@@ -318,9 +318,9 @@ class Board:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def slot_address(self, step: int, rank: int) -> int:
-        """The address of a rank's slot in this process."""
-        return self._base + self._starts[Space.SLOT][step % self._banks][rank]
+    def address(self, space: int, step: int, rank: int) -> int:
+        """The address of a rank's memory in ``space``, in this process."""
+        return self._base + self._starts[space][step % self._banks][rank]
 
     def elements(self, space: int, dtype: torch.dtype, step: int, rank: int, offset: int, nbytes: int) -> Tensor:
         """Bytes of a rank's memory in ``space``, as a vector of ``dtype``. Cached, because operations repeat."""

@@ -1,7 +1,7 @@
 """Bootstrap of a shared segment: the ranks exchange descriptors over a local socket.
 
-1. Rank 0 listens at an abstract address (which leaves no file behind), and announces the address, if it has not done
-   so when the ranks met (``BackendOffer``).
+1. Rank 0 listens at an abstract address (which leaves no file behind), and announces the address. Ranks that know a
+   secret derive the address from it, and connect without the announcement, which rank 0 makes only if ranks are late.
 2. Each other rank connects. Both sides check the other side's user, and a token from the announcement. The rank sends
    its descriptors to rank 0: its two doorbells, one end of a pipe that reads EOF when the rank is lost, and perhaps the
    memory of its tensors (``arena.py``).
@@ -29,10 +29,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, Protocol, final
 
@@ -43,9 +44,11 @@ from asynccomm.backends.shm.segment import Segment, create
 from asynccomm.control.transport.schema import dumps
 from asynccomm.core.hosts import pretends
 from asynccomm.errors import BackendError, PeerLostError
-from asynccomm.store.base import Store
+from asynccomm.store.base import Store, path_of
 
 OK: Final = "ok"
+AT_ONCE: Final = 10  # attempts to connect to rank 0 without a pause: it is mostly about to listen
+FIRST_PAUSE: Final = 0.001  # seconds between later attempts; doubles
 
 
 class SegmentLayout(Protocol):
@@ -85,10 +88,7 @@ async def report_unsupported(context: BackendContext, reason: str) -> NoReturn:
     """
     problem = f"rank {context.group.rank} cannot share memory: {reason}"
     if context.group.rank == 0:
-        if context.offer is None:
-            await context.announce(dumps(Address(problem)))
-        elif context.offer.resource is not None:
-            context.offer.resource.close()  # else the other ranks would wait there for an answer
+        await context.announce(dumps(Address(problem)))
     await _consult(context, problem, asyncio.get_running_loop().create_future())
 
 
@@ -98,6 +98,7 @@ async def bootstrap_segment(
     layout: SegmentLayout,
     bells: tuple[int, int],
     arena: int | None = None,
+    on_mapped: Callable[[PeerMapping], object] | None = None,
 ) -> PeerMapping:
     """Bootstrap a segment that all ranks share. Collective, without a timeout; cancellation closes all descriptors.
 
@@ -106,6 +107,8 @@ async def bootstrap_segment(
         layout: the layout of the segment, which follows from the settings.
         bells: eventfds that wake this rank's event loop and its progress thread.
         arena: a descriptor of the memory of this rank's tensors; all ranks give one, or none does.
+        on_mapped: called when this rank has mapped the segment, while other ranks may be about to; an error there is
+            the loss of this rank for the others.
 
     Raises:
         UnsuitableError: on all ranks, if some of them cannot share memory or their settings differ.
@@ -117,107 +120,161 @@ async def bootstrap_segment(
     with contextlib.ExitStack() as unless_shared:
         ours = FdBag()
         unless_shared.callback(ours.close)
+        derived = Address.derived(settings, path_of(context.store), context.secret) if context.secret else None
         try:
             there, liveness_fd = (ours.add(fd) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
             mine = (*bells, there) if arena is None else (*bells, there, arena)
-            side = _root_side(context, settings, ours, mine) if rank == 0 else PeerSide(size, ours, mine)
+            if rank:
+                side: RootSide | PeerSide = PeerSide(size, ours, mine)
+            else:
+                entrance = Entrance(derived or Address.random(settings), size) if size > 1 else None
+                side = RootSide(context.group, entrance, ours, mine)
         except OSError as exc:
             await report_unsupported(context, str(exc.strerror))
+        made: list[PeerMapping] = []
+        unless_shared.callback(made.clear)  # the frames of an error would keep the mapping
         with contextlib.closing(side):
             if isinstance(side, RootSide):
-                segment, handed = await _accept_peers(context, layout, side)
+                handed = await _accept_peers(context, layout, side, derived is not None)
             else:
-                segment, handed = await _connect_to_root(context, settings, layout, side)
-        ours.close_one(there)  # the peers have duplicates, and a rank does not watch itself
+                handed = await _connect_to_root(context, settings, layout, side, derived)
+            assert side.segment is not None
+            ours.close_one(there)  # the peers have duplicates, and a rank does not watch itself
+            handed[rank] = (*bells, -1) if arena is None else (*bells, -1, arena)
+            made.append(
+                PeerMapping(
+                    segment=side.segment,
+                    bells=[(handed[r][0], handed[r][1]) for r in range(size)],
+                    liveness_fds=[handed[r][2] for r in range(size)],
+                    liveness_fd=liveness_fd,
+                    arenas=[] if arena is None else [handed[r][3] for r in range(size)],
+                    descriptors=ours,
+                )
+            )
+            if on_mapped is not None:
+                on_mapped(made[0])
+            if problem := await side.verdict():
+                raise UnsuitableError(f"comm {context.group.name!r}: {problem}")
         unless_shared.pop_all()
-    handed[rank] = (*bells, -1) if arena is None else (*bells, -1, arena)
-    return PeerMapping(
-        segment=segment,
-        bells=[(handed[r][0], handed[r][1]) for r in range(size)],
-        liveness_fds=[handed[r][2] for r in range(size)],
-        liveness_fd=liveness_fd,
-        arenas=[] if arena is None else [handed[r][3] for r in range(size)],
-        descriptors=ours,
-    )
-
-
-def _root_side(context: BackendContext, settings: Mapping[str, int], ours: FdBag, mine: Handed) -> RootSide:
-    """Rank 0's side, with the entrance that was offered, or another one. Raises: OSError."""
-    size = context.group.size
-    entrance = None if context.offer is None else context.offer.resource
-    if not isinstance(entrance, Entrance):
-        entrance = Entrance(settings, size) if size > 1 else None
-    return RootSide(context.group, entrance, ours, mine)
+    return made[0]
 
 
 async def _accept_peers(
-    context: BackendContext, layout: SegmentLayout, host: RootSide
-) -> tuple[Segment, dict[int, Handed]]:
-    """Rank 0's side; returns the segment and all ranks' descriptors."""
-    announcing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    if host.entrance is not None and context.offer is None:
-        announcing = asyncio.ensure_future(context.announce(dumps(host.entrance.address)))
-    watching = asyncio.ensure_future(_problem_in_store(context.store))
+    context: BackendContext, layout: SegmentLayout, host: RootSide, derived: bool
+) -> dict[int, Handed]:
+    """Rank 0's side, up to its mapping; returns all ranks' descriptors.
+
+    Args:
+        derived: whether the other ranks derive the address.
+    """
     fd, problem = -1, ""
     try:
         fd = host.ours.add(create(layout.total))
         host.segment = Segment(fd, layout.total)
     except BackendError as exc:
         problem = f"rank 0 cannot share memory: {exc}"
-    try:
-        await _first_of(host.came, host.gone, watching, announcing)
-        if host.problem or not host.came.done():
+    if host.entrance is not None:
+        soon = derived and all(_is_near(context, rank) for rank in range(context.group.size))
+        watching = asyncio.create_task(_watch_store(context, dumps(host.entrance.address), soon))
+        watching.add_done_callback(host.on_watched)
+        try:
+            await host.came
+        finally:
+            watching.cancel()
+        if host.problem or not host.complete:
             host.ask_for_results()
             await _consult(context, host.problem, host.gone)
-    finally:
-        announcing.cancel()
-        watching.cancel()
     host.stop_listening()
-    if not problem:
-        await host.distribute_fds(fd)
-        host.ours.close_one(fd)
-        problem = await host.mapping_problem()
-    await host.send_verdict(problem)
     if problem or host.segment is None:
-        raise UnsuitableError(f"comm {context.group.name!r}: {problem}")
-    return host.segment, host.handed
+        raise UnsuitableError(f"comm {context.group.name!r}: {await host.verdict(problem)}")
+    await host.distribute_fds(fd)
+    host.ours.close_one(fd)
+    return host.handed
 
 
-async def _problem_in_store(store: Store) -> None:
-    """Wait until a rank has written to the store that it has a problem."""
-    await asyncio.sleep(SOON_SECONDS)
-    await store.wait(["problem"], math.inf)
+async def _watch_store(context: BackendContext, address: str, soon: bool) -> None:
+    """Announce the address of rank 0, and wait until a rank has written to the store that it has a problem.
 
-
-async def _first_of(
-    came: asyncio.Future[None],
-    gone: asyncio.Future[PeerLostError],
-    watching: asyncio.Future[None],
-    announcing: asyncio.Future[None],
-) -> None:
-    """Wait until all ranks came, or one has a problem. Raises: PeerLostError; the error of the announcement."""
-    waited: set[asyncio.Future[Any]] = {came, gone, watching, announcing}
-    while True:
-        done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if came in done:
-            return
-        if gone in done:
-            raise gone.result()
-        for each in done:
-            each.result()
-        if watching in done:
-            return
+    Args:
+        soon: the ranks most likely connect without the announcement.
+    """
+    if soon:
+        await asyncio.sleep(SOON_SECONDS)
+    await context.announce(address)
+    if context.announcements is None:
+        await asyncio.sleep(SOON_SECONDS)
+    await context.store.wait(["problem"], math.inf)
 
 
 async def _connect_to_root(
-    context: BackendContext, settings: Mapping[str, int], layout: SegmentLayout, peer: PeerSide
-) -> tuple[Segment, dict[int, Handed]]:
-    """Any other rank's side; returns the segment and all other ranks' descriptors."""
+    context: BackendContext,
+    settings: Mapping[str, int],
+    layout: SegmentLayout,
+    peer: PeerSide,
+    derived: Address | None,
+) -> dict[int, Handed]:
+    """Any other rank's side, up to its report; returns all other ranks' descriptors."""
+    rank, hosts = context.group.rank, [member.host for member in context.members]
+    problem = ""
+    if hosts[rank] != hosts[0] and pretends():
+        problem = f"rank {rank} pretends to be on host {hosts[rank]!r}, and rank 0 on host {hosts[0]!r}"
+    elif derived is None or not _is_near(context, rank) or not await _reach(context, peer, derived):
+        problem = await _reach_announced(context, peer, settings)
+    if problem or await peer.is_asked():
+        await _consult(context, problem, peer.gone)
+    try:
+        fd, handed = await peer.receive_fds([r for r in range(context.group.size) if r != rank])
+        peer.segment = Segment(fd, layout.total)
+        peer.ours.close_one(fd)
+    except BackendError as exc:
+        problem = f"rank {rank} cannot share memory: {exc}"
+    await peer.report(problem)
+    if problem or peer.segment is None:
+        raise UnsuitableError(f"comm {context.group.name!r}: {await peer.verdict(problem)}")
+    return handed
+
+
+def _is_near(context: BackendContext, rank: int) -> bool:
+    """Whether a rank has the network of rank 0, and with it the names of local sockets."""
+    return context.members[rank].network == context.members[0].network
+
+
+async def _reach(context: BackendContext, peer: PeerSide, address: Address) -> bool:
+    """Connect to rank 0 at an address that it derives, too, as soon as it is there.
+
+    Returns: False: rank 0 has announced another address, or a problem.
+    """
+    announced: asyncio.Future[bytes] | None = None
+    pause = FIRST_PAUSE
+    try:
+        for attempt in itertools.count():
+            try:
+                await peer.connect(context.group.rank, address)
+            except OSError as exc:
+                if not isinstance(exc, ConnectionRefusedError):
+                    break
+            else:
+                return True
+            if attempt < AT_ONCE:
+                await asyncio.sleep(0)
+                continue
+            if announced is None:
+                announced = asyncio.ensure_future(context.announced())
+            await asyncio.wait([announced], timeout=pause)
+            if announced.done():
+                break
+            pause = min(2 * pause, SOON_SECONDS)
+        return False
+    finally:
+        if announced is not None:
+            announced.cancel()
+
+
+async def _reach_announced(context: BackendContext, peer: PeerSide, settings: Mapping[str, int]) -> str:
+    """Connect to the address that rank 0 announces. Returns the reason if that cannot be; else an empty string."""
     rank, hosts = context.group.rank, [member.host for member in context.members]
     address = parse_address(await context.announced())
     problem = address.problem or _difference(settings, address.settings, rank)
-    if not problem and hosts[rank] != hosts[0] and pretends():
-        problem = f"rank {rank} pretends to be on host {hosts[rank]!r}, and rank 0 on host {hosts[0]!r}"
     if not problem:
         try:
             await peer.connect(rank, address)
@@ -226,18 +283,7 @@ async def _connect_to_root(
                 f"rank {rank} on host {hosts[rank]!r} cannot reach rank 0 on host {hosts[0]!r} by a local socket: "
                 f"{exc.strerror or exc}"
             )
-    if problem or await peer.is_asked():
-        await _consult(context, problem, peer.gone)
-    try:
-        fd, handed = await peer.receive_fds([r for r in range(context.group.size) if r != rank])
-        peer.segment = Segment(fd, layout.total)
-        peer.ours.close_one(fd)
-        verdict = await peer.verdict("")
-    except BackendError as exc:
-        verdict = await peer.verdict(f"rank {rank} cannot share memory: {exc}")
-    if verdict or peer.segment is None:
-        raise UnsuitableError(f"comm {context.group.name!r}: {verdict}")
-    return peer.segment, handed
+    return problem
 
 
 def _difference(mine: Mapping[str, int], host: Mapping[str, object], rank: int) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import hashlib
 import os
 import resource
 import secrets
@@ -16,7 +17,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Final, TypeAlias, cast, final
+from typing import Annotated, Any, Final, Self, TypeAlias, cast, final
 
 from msgspec import Meta
 
@@ -44,7 +45,10 @@ _HexToken: TypeAlias = Annotated[str, Meta(pattern=f"^([0-9a-f]{{{2 * TOKEN_BYTE
 
 
 class Address(Message, frozen=True):
-    """Rank 0's entry in the store: its problem, or its settings, address and tokens."""
+    """The announcement of rank 0: its problem, or its settings, address and tokens.
+
+    The tokens are needed because the name is no secret: any process on the host can list the names in use.
+    """
 
     problem: str = ""
     settings: dict[str, Any] = {}  # noqa: RUF012 (msgspec copies it)
@@ -55,6 +59,26 @@ class Address(Message, frozen=True):
     def __post_init__(self) -> None:
         if not self.problem and not (self.name and self.ask and self.answer):
             raise ValueError("neither an address nor a problem")
+
+    @classmethod
+    def random(cls, settings: Mapping[str, int]) -> Self:
+        """An address for ``settings``: hints that must have the same values on all ranks."""
+        return cls._of(secrets.token_hex(3 * TOKEN_BYTES), settings)
+
+    @classmethod
+    def derived(cls, settings: Mapping[str, int], path: str, secret: bytes) -> Self:
+        """The address that each rank can derive which has the same settings and ``secret``, of 32 bytes.
+
+        Args:
+            path: different for all segments of ranks that share the secret.
+        """
+        text = dumps([path, dict(settings)]).encode()
+        return cls._of(hashlib.blake2b(text, key=secret, digest_size=3 * TOKEN_BYTES).hexdigest(), settings)
+
+    @classmethod
+    def _of(cls, text: str, settings: Mapping[str, int]) -> Self:
+        each = 2 * TOKEN_BYTES
+        return cls("", dict(settings), f"asynccomm-{text[:each]}", text[each : 2 * each], text[2 * each :])
 
 
 class _News(Message, frozen=True, omit_defaults=True):
@@ -98,23 +122,14 @@ def _news_from(data: bytes, size: int) -> _News:
 
 @final
 class Entrance:
-    """The listening socket of rank 0, and the address that lets the other ranks in.
+    """The listening socket of rank 0 at ``address``, for ``size`` ranks. Raises: OSError."""
 
-    Args:
-        settings: hints that must have the same values on all ranks.
-        size: the number of ranks.
-
-    Raises: OSError.
-    """
-
-    def __init__(self, settings: Mapping[str, int], size: int) -> None:
-        name = f"asynccomm-{secrets.token_hex(16)}"
-        # tokens are needed because the name is no secret: any process on the host can list the names in use
-        self.ask, self.answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
-        self.address: Address = Address("", dict(settings), name, self.ask.hex(), self.answer.hex())
+    def __init__(self, address: Address, size: int) -> None:
+        self.address = address
+        self.ask, self.answer = bytes.fromhex(address.ask), bytes.fromhex(address.answer)
         self.listener: socket.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self.listener.bind(f"\0{name}")
+            self.listener.bind(f"\0{address.name}")
             self.listener.listen(max(size, BACKLOG))
         except OSError:
             self.listener.close()
@@ -140,20 +155,22 @@ class RootSide:
         self.ours = ours
         self.handed: dict[int, Handed] = {0: mine}  #: descriptors by rank
         self.segment: Segment | None = None  #: dropped by ``close``: the frames of an error would keep its mapping
-        self.problem: str = ""  #: why rank 0 could not connect all ranks
         self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
         self._comm, self._size, self._each = group.name, group.size, len(mine)
         self._loop = asyncio.get_running_loop()
-        self.came: asyncio.Future[None] = self._loop.create_future()  #: all ranks have connected, or ``problem`` is set
+        self.problem: str = ""  #: why rank 0 could not connect all ranks
+        #: done when all ranks have connected, or not all of them can; raises PeerLostError, or an announcement's error
+        self.came: asyncio.Future[None] = self._loop.create_future()
         self._lines: dict[int, FdSocket] = {}  # by rank
         self._reports: dict[int, str] = {}  # problems by rank; empty: the rank has mapped the segment
-        self._mapped: asyncio.Future[None] = self._loop.create_future()  # done when all ranks have reported
+        self._mapped: asyncio.Future[None] = self._loop.create_future()  # all ranks have reported
         self._asked = False  # for results in the store
         self._over = False  # the verdict is on its way
         self._admission = Admission(f"rank 0 of comm {group.name!r}", self._refuse, group.size, FdSocket.read)
         self.entrance: Entrance | None = entrance  #: None: no rank may come any more
         if entrance is None:
             self.came.set_result(None)
+            self._mapped.set_result(None)
         else:
             self._loop.add_reader(entrance.listener.fileno(), self._accept)
 
@@ -172,7 +189,7 @@ class RootSide:
                 if self._admission.waiting:  # their descriptors may be the ones too many
                     self._admission.drop_oldest()
                     continue
-                self._fail(f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}")
+                self._end_wait(f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}")
                 self.stop_listening()
                 return
             self._watch(sock)
@@ -205,13 +222,26 @@ class RootSide:
             if self._asked:
                 line.send_now(_CONSULT)
         self._send_loss()
-        if len(self._lines) == self._size - 1 and not self.came.done():
-            self.came.set_result(None)
+        if self.complete:
+            self._end_wait()
 
-    def _fail(self, problem: str) -> None:
-        self.problem = problem
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have connected."""
+        return len(self._lines) == self._size - 1
+
+    def _end_wait(self, problem: str = "") -> None:
+        self.problem = self.problem or problem
         if not self.came.done():
             self.came.set_result(None)
+
+    def on_watched(self, watching: asyncio.Task[None]) -> None:
+        """Take it that a rank has a problem, since the task that watches the store is done; or raise its error."""
+        error = None if watching.cancelled() else watching.exception()
+        if error is not None:
+            _raise_from(self.came, error)
+        elif not watching.cancelled():
+            self._end_wait()
 
     def _check_hello(self, message: Datagram) -> tuple[int, str]:
         """The rank of a hello, and the reason to reject it (empty: none)."""
@@ -225,7 +255,7 @@ class RootSide:
         if not 0 < rank < self._size or rank in self._lines:
             return 0, "as a rank that has come already or does not exist"
         if not message.whole:
-            self._fail(f"rank 0 cannot share memory: {_too_many(self._each * self._size)}")
+            self._end_wait(f"rank 0 cannot share memory: {_too_many(self._each * self._size)}")
         if not message.whole or len(message.fds) != self._each:
             return 0, "without the descriptors of a rank"
         return rank, ""
@@ -237,12 +267,15 @@ class RootSide:
         if message.data and rank not in self._reports:
             with contextlib.suppress(MessageError):
                 self._reports[rank] = cast(_Report, loads(_Report, message.data)).problem
-                if len(self._reports) == self._size - 1:
+                if len(self._reports) == self._size - 1 and not self._mapped.done():
                     self._mapped.set_result(None)
                 return
         self._lines[rank].close()
         if not self.gone.done() and not self._over:
-            self.gone.set_result(_lost(rank))
+            lost = _lost(rank)
+            self.gone.set_result(lost)
+            _raise_from(self.came, lost)
+            _raise_from(self._mapped, lost)
             self._send_loss()
 
     def _send_loss(self) -> None:
@@ -262,22 +295,20 @@ class RootSide:
             with contextlib.suppress(OSError):  # the connection reports its own end
                 line.send_now(_CONSULT)
 
-    async def mapping_problem(self) -> str:
-        """The problem of the lowest rank that could not map the segment; empty: none. Raises: PeerLostError."""
-        if self._size > 1:
-            either: list[asyncio.Future[Any]] = [self._mapped, self.gone]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not self._mapped.done():
-                raise self.gone.result()
-        return next((self._reports[rank] for rank in sorted(self._reports) if self._reports[rank]), "")
+    async def verdict(self, problem: str = "") -> str:
+        """Wait for the reports of all ranks, unless rank 0 has a ``problem``, and send the verdict to all.
 
-    async def send_verdict(self, problem: str) -> None:
-        """Send all ranks the verdict; empty: all have mapped the segment."""
+        Returns: the problem of the lowest rank that has one; empty: all have mapped the segment. Raises: PeerLostError.
+        """
+        if not problem:
+            await self._mapped
+            problem = next((self._reports[rank] for rank in sorted(self._reports) if self._reports[rank]), "")
         self._over = True
         news = dumps(_News(problem=problem, agreed=not problem)).encode()
         for line in self._lines.values():
             with contextlib.suppress(OSError):  # the rank is gone, which its pipe shows
                 await line.send(news)
+        return problem
 
     async def distribute_fds(self, segment: int) -> None:
         """Send each rank the segment, then the other ranks' descriptors in rank order."""
@@ -327,9 +358,16 @@ class PeerSide:
     async def connect(self, rank: int, address: Address) -> None:
         """Connect to rank 0, send this rank's descriptors and wait for the reply. Raises: OSError."""
         self._welcome = bytes.fromhex(address.answer)
+        self._renew()
         while not await self._connect_once(rank, address):  # a flood of connections may have closed this one
             await asyncio.sleep(RETRY_SECONDS)
+            self._renew()
+
+    def _renew(self) -> None:
+        """Make a new socket in place of one that was connected."""
+        if self._line is not None:
             self._disconnect()
+            self._line = None
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._answer = asyncio.get_running_loop().create_future()
 
@@ -345,8 +383,7 @@ class PeerSide:
             # rank 0 has closed the connection, perhaps after a reply
             if not (self._answer.done() or isinstance(exc, (BrokenPipeError, ConnectionResetError))):
                 raise
-        await asyncio.wait([self._answer])  # wait() does not cancel the future when it is cancelled itself
-        answer = self._answer.result()
+        answer = await self._answer
         if answer and answer != self._welcome:
             raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
         return bool(answer)
@@ -400,14 +437,18 @@ class PeerSide:
         starts = range(1, len(fds), each)
         return fds[0], {rank: tuple(fds[i : i + each]) for rank, i in zip(others, starts, strict=True)}
 
-    async def verdict(self, problem: str) -> str:
-        """Report ``problem`` to rank 0 (empty: none), and wait for the verdict: a problem, or empty.
-
-        Raises: BackendError if a message of rank 0 cannot be read, PeerLostError; neither if this rank has a problem.
-        """
+    async def report(self, problem: str) -> None:
+        """Report ``problem`` to rank 0; empty: this rank has mapped the segment."""
         if self._verdict is None and not self._garbled and self._line is not None:
             with contextlib.suppress(OSError):  # the connection reports its own end
                 await self._line.send(dumps(_Report(problem)).encode())
+
+    async def verdict(self, problem: str = "") -> str:
+        """Wait for the verdict after ``report``: a problem, or empty.
+
+        Raises: BackendError if a message of rank 0 cannot be read, PeerLostError; neither if this rank has a problem.
+        """
+        if self._verdict is None and not self._garbled:
             try:
                 await self._wait_until(lambda: self._garbled or self._verdict is not None)
             except PeerLostError:
@@ -433,6 +474,12 @@ class PeerSide:
     def close(self) -> None:
         self._disconnect()
         self.segment = None
+
+
+def _raise_from(future: asyncio.Future[None], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # nothing may wait for it: not logged then
 
 
 def _lost(rank: int) -> PeerLostError:

@@ -63,7 +63,7 @@ def stream(
     own_steps = steps_for(max([head + body for head, body, _ in gives.values()], default=0), room)
 
     def fill(i: int) -> None:
-        slot, start = board.slot_address(first + i, board.rank), i * room
+        slot, start = board.address(Space.SLOT, first + i, board.rank), i * room
         for at, (head, body, data) in gives.items():
             if i == 0:
                 board.put(first, at, (head, body, own_steps))
@@ -78,7 +78,7 @@ def stream(
             for rank, (head, body) in lengths.items():
                 n = min(room, head + body - start)
                 if n > 0 or i == 0:
-                    sink.take(rank, start, n, board.slot_address(first + i, rank) + part * room)
+                    sink.take(rank, start, n, board.address(Space.SLOT, first + i, rank) + part * room)
         board.finish(first + i)
 
     while not board.free(first):

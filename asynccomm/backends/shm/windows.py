@@ -116,7 +116,7 @@ class ShmWindow(BackendWindow):
         Raises: see ``bootstrap_segment``.
         """
         room = context.store.prefix(f"window {window.number}")
-        context = replace(context, store=room, announcements=None, offer=None)
+        context = replace(context, store=room, announcements=None)
         layout = WindowLayout(window, guests)
         with contextlib.ExitStack() as unless_connected:
             try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import socket
@@ -48,6 +49,11 @@ class Tokens(Message, frozen=True):
     @classmethod
     def random(cls) -> Self:
         return cls(secrets.token_hex(16), secrets.token_hex(16))
+
+    @property
+    def secret(self) -> bytes:
+        """32 bytes that only the ranks of the job know, for other secrets that follow from it."""
+        return hashlib.sha256(f"{self.ask}/{self.answer}".encode()).digest()
 
     def __repr__(self) -> str:
         return "Tokens(...)"  # they are not for logs

@@ -64,7 +64,7 @@ class Listener:
         sock.setblocking(False)
         self._socks.append(sock)
         _listening.add(self)
-        self.loop.add_reader(sock, self._take, sock)
+        self.loop.add_reader(sock.fileno(), self._take, sock)
 
     def _take(self, sock: socket.socket) -> None:
         assert self.loop is not None
@@ -75,7 +75,7 @@ class Listener:
                 return
             except OSError as exc:
                 _log.warning("the control channel could not accept a connection: %s", exc)
-                self.loop.remove_reader(sock)  # the socket would stay readable
+                self.loop.remove_reader(sock.fileno())  # the socket would stay readable
                 self.loop.call_later(PAUSE_SECONDS, self._take_again, sock)
                 return
             task = self.loop.create_task(self._connect(taken))
@@ -85,7 +85,7 @@ class Listener:
     def _take_again(self, sock: socket.socket) -> None:
         if not self._closed:
             assert self.loop is not None
-            self.loop.add_reader(sock, self._take, sock)
+            self.loop.add_reader(sock.fileno(), self._take, sock)
 
     async def _connect(self, taken: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -142,7 +142,7 @@ class Listener:
         _listening.discard(self)
         for sock in self._socks:
             assert self.loop is not None
-            self.loop.remove_reader(sock)
+            self.loop.remove_reader(sock.fileno())
             sock.close()
         for connection in list(self.admission.waiting):
             self.admission.remove(connection)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from asynccomm import MemoryStore, Store
-from asynccomm.backends.base import BackendContext, BackendOffer, RankInfo
+from asynccomm.backends.base import BackendContext, RankInfo
 from asynccomm.backends.shm import handshake
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment
 from asynccomm.backends.shm.layout import Layout
-from asynccomm.control.transport.schema import dumps
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.ops.validation import CommInfo
 
@@ -50,12 +49,10 @@ class World:
         context = context_of(self.store, rank, self.size)
         return bootstrap_segment(context, {**SETTINGS, **settings}, layout_of(self.size), self.bells[rank])
 
-    def offered(self) -> list[BackendContext]:
-        """The contexts of ranks that have met with an offer of rank 0."""
-        entrance = handshake.Entrance(SETTINGS, self.size)
-        text = dumps(entrance.address)
-        offers = [BackendOffer(text, entrance), *[BackendOffer(text)] * (self.size - 1)]
-        return [replace(context_of(self.store, rank, self.size), offer=offer) for rank, offer in enumerate(offers)]
+    def trusting(self, store: Store | None = None) -> list[BackendContext]:
+        """The contexts of ranks that share a secret."""
+        room = (store or self.store).prefix("room")
+        return [replace(context_of(room, rank, self.size), secret=b"secret" * 5) for rank in range(self.size)]
 
     def joining(self, context: BackendContext) -> Awaitable[PeerMapping]:
         rank = context.group.rank

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,13 @@ import uvloop
 from asynccomm import BackendError, MemoryStore, PeerLostError, StoreClient
 from asynccomm.backends.base import UnsuitableError
 from asynccomm.backends.shm import bootstrap, handshake
-from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
+from asynccomm.backends.shm.bootstrap import (
+    PeerMapping,
+    bootstrap_segment,
+    report_unsupported,
+    unsupported,
+)
+from tests.waiting import until
 
 from .segment_world import (
     SETTINGS,
@@ -213,11 +219,13 @@ class Loudspeaker:
 
     def __init__(self) -> None:
         self.text = asyncio.get_running_loop().create_future()
+        self.listeners = 0
 
     def announce(self, text: str) -> None:
         self.text.set_result(text)
 
     async def announced(self) -> str:
+        self.listeners += 1
         return str(await asyncio.shield(self.text))
 
 
@@ -233,29 +241,115 @@ async def test_ranks_that_hear_announcements_need_no_store(
     check_mappings(await asyncio.gather(*joining), world.bells)
 
 
-async def test_an_offer_saves_the_announcement(
-    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bootstrap, "SOON_SECONDS", 60)
+async def test_a_secret_saves_the_announcement(world_of: Callable[[int], World]) -> None:
     world = world_of(3)
-    contexts = [dataclasses.replace(context, store=NoStore()) for context in world.offered()]
-    zero, *others = contexts
+    zero, *others = world.trusting(NoStore())
     coming = [asyncio.ensure_future(world.joining(context)) for context in others]  # before rank 0
     await asyncio.sleep(0)
     check_mappings(await asyncio.gather(world.joining(zero), *coming), world.bells)
 
 
+async def test_ranks_with_a_secret_wait_for_rank_0(world_of: Callable[[int], World]) -> None:
+    world = world_of(3)
+    silent = Loudspeaker()
+    zero, *others = [dataclasses.replace(each, announcements=silent) for each in world.trusting(NoStore())]
+    coming = [asyncio.ensure_future(world.joining(context)) for context in others]
+    await until(lambda: silent.listeners == 2)
+    check_mappings(await asyncio.gather(world.joining(zero), *coming), world.bells)
+
+
+async def test_late_ranks_hear_the_address_that_they_could_derive(world_of: Callable[[int], World]) -> None:
+    """A rank whose settings differ derives another address: only the announcement can say so."""
+    world = world_of(3)
+    one, two, three = world.trusting()
+    odd = bootstrap_segment(three, {**SETTINGS, "chunk_bytes": 8192}, layout_of(3), world.bells[2])
+    outcomes = await asyncio.gather(world.joining(one), world.joining(two), odd, return_exceptions=True)
+    all_unsuitable(outcomes, "comm 'test': hint 'chunk_bytes' differs: rank 0 has 4096, rank 2 has 8192")
+
+
+async def test_ranks_of_other_networks_hear_the_announcement_at_once(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asynccomm.backends.base.SOON_SECONDS", 60)
+    monkeypatch.setattr(bootstrap, "SOON_SECONDS", 60)
+    world = world_of(3)
+    speaker = Loudspeaker()
+    contexts = [
+        dataclasses.replace(
+            context,
+            announcements=speaker,
+            members=[dataclasses.replace(each, network=str(each.rank // 2)) for each in context.members],
+        )
+        for context in world.trusting(NoStore())
+    ]
+    check_mappings(await asyncio.gather(*map(world.joining, contexts)), world.bells)
+    assert speaker.listeners == 1
+
+
+async def test_segments_with_the_same_secret_do_not_meet(world_of: Callable[[int], World]) -> None:
+    worlds = [world_of(2), world_of(2)]
+    rooms = NoStore().prefix("a"), NoStore().prefix("b")
+    contexts = [context for world, room in zip(worlds, rooms, strict=True) for context in world.trusting(room)]
+    mappings = await asyncio.gather(*(worlds[i // 2].joining(context) for i, context in enumerate(contexts)))
+    check_mappings(mappings[:2], worlds[0].bells)
+    check_mappings(mappings[2:], worlds[1].bells)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_declines_after_an_offer(world_of: Callable[[int], World], rank: int) -> None:
+async def test_a_rank_that_declines_where_ranks_share_a_secret(world_of: Callable[[int], World], rank: int) -> None:
     """The other ranks may have connected to rank 0 by then."""
     world = world_of(3)
-    contexts = world.offered()
+    contexts = world.trusting()
     declining = contexts.pop(rank)
     coming = [asyncio.ensure_future(world.joining(context)) for context in contexts]
     for _ in range(10):
         await asyncio.sleep(0)
     outcomes = await asyncio.gather(*coming, report_unsupported(declining, "no"), return_exceptions=True)
     all_unsuitable(outcomes, f"comm 'test': rank {rank} cannot share memory: no")
+
+
+# -- between mapping and verdict --------------------------------------------------------------------------------------
+
+
+async def test_a_rank_goes_on_before_all_ranks_have_mapped(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = world_of(2)
+    ran: list[int] = []
+    report = handshake.PeerSide.report
+
+    async def unfit(self: handshake.PeerSide, problem: str) -> None:
+        await report(self, "it does not fit")
+
+    monkeypatch.setattr(handshake.PeerSide, "report", unfit)
+
+    def rank(number: int) -> Awaitable[PeerMapping]:
+        context, bells = context_of(world.store, number, 2), world.bells[number]
+        return bootstrap_segment(
+            context, SETTINGS, layout_of(2), bells, on_mapped=lambda mapping: ran.append(len(mapping.bells))
+        )
+
+    outcomes = await asyncio.gather(rank(0), rank(1), return_exceptions=True)
+    all_unsuitable(outcomes, "comm 'test': it does not fit")
+    assert ran == [2, 2]
+
+
+async def test_an_error_before_the_verdict_is_the_loss_of_the_rank(world_of: Callable[[int], World]) -> None:
+    world = world_of(3)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def fail(mapping: PeerMapping) -> None:
+        del mapping  # else the traceback has it
+        raise LookupError("not here")
+
+    def rank(number: int) -> Awaitable[PeerMapping]:
+        context, bells = context_of(world.store, number, 3), world.bells[number]
+        return bootstrap_segment(context, SETTINGS, layout_of(3), bells, on_mapped=None if number else fail)
+
+    outcomes = await asyncio.gather(*map(rank, range(3)), return_exceptions=True)
+    assert isinstance(outcomes[0], LookupError)
+    assert [(type(each), getattr(each, "rank", None)) for each in outcomes[1:]] == [(PeerLostError, 0)] * 2
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_a_rank_that_hears_no_announcement_looks_in_the_store(
