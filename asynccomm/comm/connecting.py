@@ -123,9 +123,10 @@ async def _connect_first(session: Session, backends: Mapping[str, type[Backend]]
                 raise
             _log.info("backend %r does not suit, so another is tried: %s", name, exc)
         else:
+            session.resources.push_async_callback(connected.aclose)
+            await session.open_channel()
             if session.reporter is not None and not backend.compares:
                 session.submitter.compare(session.reporter.compare)
-            session.resources.push_async_callback(connected.aclose)
             if hints != session.options.hints:
                 session.options = replace(session.options, hints=hints)
             return

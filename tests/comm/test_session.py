@@ -35,6 +35,7 @@ from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.comm.connecting import connect_session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import RankState
+from asynccomm.control.transport.topology import Topology
 from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Barrier, Recv
 from asynccomm.testing.local import loopback_world
@@ -56,6 +57,22 @@ def channel_of(comm: Comm) -> ControlChannel:
 
 
 # -- alone, with one rank and without a control channel
+
+
+async def test_a_control_channel_that_cannot_connect_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def problem(self: ControlChannel) -> bool:
+        return False
+
+    monkeypatch.setattr(ControlChannel, "connected", problem)
+    monkeypatch.setattr(Topology, "on_one_host", False)
+    async with new_comm("loopback", alone=True) as comm:
+        session = comm._session
+        assert session.identity.job.channel is session.reporter is None
+        assert not session.submitter.records_sites
+        with pytest.raises(RuntimeError, match="no control channel"):
+            await comm.diagnose()
+        await comm.all_reduce(torch.ones(2))
+    await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
 
 
 async def test_a_failure_settles_works_aborts_the_backend_and_notifies_the_observer() -> None:

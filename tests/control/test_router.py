@@ -64,6 +64,18 @@ def test_each_rank_reaches_each_other(hosts: str, seed: int) -> None:
 
 
 @given(HOSTS, st.integers(0, 1000))
+def test_messages_wait_for_ranks_that_have_not_connected_yet(hosts: str, seed: int) -> None:
+    tree = Tree(hosts, seed)
+    for one in tree.places:
+        for other in tree.places:
+            one.ask(other.rank, (one.rank, other.rank))
+        tree.settle(1)
+    tree.settle()
+    for other in tree.places:
+        assert sorted(other.asked()) == [(one.rank, other.rank) for one in tree.places]
+
+
+@given(HOSTS, st.integers(0, 1000))
 def test_what_is_for_all_reaches_all_in_one_order_from_the_very_beginning(hosts: str, seed: int) -> None:
     tree = Tree(hosts, seed)
     for rank in range(len(hosts)):

@@ -28,6 +28,7 @@ from asynccomm.backends.shm.progress_thread import shared_thread
 from asynccomm.comm import bootstrap, connecting
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
+from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport import connection
 from asynccomm.control.transport.connection import Connection
@@ -547,10 +548,9 @@ def keep_channels() -> None:
     """From now on, each task that has set ``_CHANNELS`` finds the control channels that it opens there."""
     open_channel = bootstrap._open_channel
 
-    async def open_and_keep(*args: Any) -> ControlChannel | None:
-        channel = await open_channel(*args)
-        if channel is not None:
-            _CHANNELS.get().append(channel)
+    def open_and_keep(*args: Any) -> ControlChannel:
+        channel = open_channel(*args)
+        _CHANNELS.get().append(channel)
         return channel
 
     bootstrap._open_channel = open_and_keep
@@ -586,13 +586,21 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
                 late.cancel()
                 strike()
 
+    async def connect_after(session: Session, *args: Any) -> None:
+        if _IS_VICTIM.get():
+            channel = session.identity.job.channel
+            assert channel is not None
+            await channel.connected()
+            strike()
+        await connect_first(session, *args)
+
     match point:
         case "meeting":
             bootstrap.handshake = wrapped(bootstrap.handshake, after=False)
         case "met":
             bootstrap.handshake = wrapped(bootstrap.handshake, after=True)
         case "attached":
-            bootstrap._open_channel = wrapped(bootstrap._open_channel, after=True)
+            connecting._connect_first = connect_after
         case _:
             connecting._connect_first = connect_while
 

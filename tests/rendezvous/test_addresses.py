@@ -27,7 +27,7 @@ def joined(size: int) -> HandshakeResult:
     """Ranks on two hosts, of which rank 1 has no control channel."""
     members = [RankInfo(rank, f"host{rank % 2}", rank, "0", "127.0.0.1") for rank in range(size)]
     contacts = [RankAddress(rank, f"host{rank % 2}", rank, f"name {rank}") for rank in range(size) if rank != 1]
-    return HandshakeResult("epoch", members, contacts, Tokens("a", "b"), {})
+    return HandshakeResult("epoch", members, contacts, Tokens("a", "b"))
 
 
 class Ranks:
