@@ -75,6 +75,26 @@ async def test_a_control_channel_that_cannot_connect_is_given_up(monkeypatch: py
     await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+async def test_ranks_on_one_host_do_not_wait_for_the_control_channel(
+    monkeypatch: pytest.MonkeyPatch, hosts: int
+) -> None:
+    asked: list[int] = []
+    connected = ControlChannel.connected
+
+    async def noted(self: ControlChannel) -> bool:
+        asked.append(self.rank)
+        return await connected(self)
+
+    monkeypatch.setattr(ControlChannel, "connected", noted)
+    monkeypatch.setattr(Topology, "on_one_host", hosts == 1)
+    store = MemoryStore()
+    comms = await asyncio.gather(*(new_comm("loopback", store=store, rank=rank, size=2) for rank in range(2)))
+    assert sorted(asked) == ([] if hosts == 1 else [0, 1])
+    await until(lambda: all(channel_of(comm)._opening.done() for comm in comms))  # it connects nevertheless
+    await asyncio.gather(*(comm.aclose() for comm in comms))
+
+
 async def test_a_failure_settles_works_aborts_the_backend_and_notifies_the_observer() -> None:
     session = alone(MemoryStore())
     await connect_session(session, {"loopback": LoopbackBackend}, 10)

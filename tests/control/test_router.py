@@ -231,6 +231,22 @@ def test_who_has_not_come_to_a_new_root_is_silent() -> None:
     assert 2 not in successor.gone
 
 
+def test_ranks_that_never_came_are_silent_too() -> None:
+    hosts = [RankAddress(rank, "here", rank, local="x") for rank in range(3)]
+    root, leaf = (module.Router(rank, Topology(hosts), lambda *_: None, lambda *_: None) for rank in (0, 2))
+    for router in (root, leaf):
+        assert [router.silence(rank) for rank in range(3)] == [None] * 3
+        router.expect_others()
+    assert [root.silence(rank) is None for rank in range(3)] == [True, False, False]
+    assert [leaf.silence(rank) is None for rank in range(3)] == [False, True, True]  # it connects to rank 0
+    leaf.expire_silent(60)
+    assert leaf.gone == {}
+    leaf.last_heard[0] -= 61
+    leaf.expire_silent(60)
+    assert list(leaf.gone) == [0]
+    assert leaf.silence(1) is not None  # which is the rank above now
+
+
 @examples(200)
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_news_of_those_who_stay_reach_all_who_stay(hosts: str, seed: int, data: st.DataObject) -> None:

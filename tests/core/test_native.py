@@ -23,6 +23,7 @@ def test_a_missing_module_is_named_or_an_error(monkeypatch: pytest.MonkeyPatch) 
     def missing(name: str) -> Any:
         raise ImportError("no C here")
 
+    monkeypatch.delitem(sys.modules, "asynccomm.backends.shm._core", raising=False)
     monkeypatch.setattr(native.importlib, "import_module", missing)
     monkeypatch.delenv("ASYNCCOMM_EXECUTOR", raising=False)
     assert load_core() == CoreUnavailable("it was not built when the package was installed (no C here)")

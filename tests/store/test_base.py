@@ -12,7 +12,7 @@ import pytest
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import Store, within
+from asynccomm.store.base import PrefixStore, Store, path_of, within
 from asynccomm.store.client import StoreClient
 from asynccomm.store.memory import MemoryStore
 from asynccomm.store.server import listen
@@ -192,6 +192,14 @@ async def test_a_prefix_names_keys_as_torch_does() -> None:
     dist.PrefixStore("in", dist.PrefixStore("out", raw)).set("k", "theirs")
     assert await store.get("out/in/k") == b"theirs"
     assert await store.prefix("out").prefix("in").get("k") == b"theirs"
+
+
+def test_a_prefix_of_a_prefix_is_one_view() -> None:
+    store = MemoryStore()
+    view = store.prefix("a").prefix("b/c")
+    assert (view.name, view.underlying) == ("a/b/c", store)
+    assert path_of(view) == path_of(PrefixStore("b/c", PrefixStore("a", store))) == "a/b/c"
+    assert path_of(store) == ""
 
 
 async def test_a_prefix_covers_every_method() -> None:
