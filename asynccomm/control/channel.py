@@ -90,6 +90,7 @@ class ControlChannel:
         self._timeout: float = ATTACH_SECONDS
         self._beginning: asyncio.TimerHandle | None = None
         self._pulse: asyncio.TimerHandle | None = None  # None: the channel has not begun
+        self._next_check: asyncio.TimerHandle | None = None
         self._opening: Future[bool] = Future()  # whether it is connected
         self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
         self._closed = False
@@ -222,7 +223,9 @@ class ControlChannel:
             return
         self._listener.listen()
         self._router.expect_others()
-        self._pulse = self._thread.loop.call_later(FIRST_CHECK_SECONDS, self._send_heartbeats)
+        loop = self._thread.loop
+        self._pulse = loop.call_later(FIRST_CHECK_SECONDS, self._send_heartbeats)
+        self._next_check = loop.call_later(FIRST_CHECK_SECONDS, self._check_absent, 2 * FIRST_CHECK_SECONDS)
         self._begin(self._connect())
 
     async def _connect(self) -> None:
@@ -268,7 +271,7 @@ class ControlChannel:
             part.close()
         for joiner in self._joiners.values():
             joiner.close()
-        for timer in (self._beginning, self._pulse):
+        for timer in (self._beginning, self._pulse, self._next_check):
             if timer is not None:
                 timer.cancel()
         for task in self._tasks:
@@ -285,6 +288,12 @@ class ControlChannel:
 
     def _after_pause(self, call: Callable[[], object]) -> None:
         self._thread.loop.call_later(PATIENT_SECONDS, lambda: None if self._closed else call())
+
+    def _check_absent(self, pause: float) -> None:
+        """Check the ranks that are not connected, more often at first: a rank may be lost before it connects."""
+        self._uplink.check_absent()
+        if self._router.absent and pause < HEARTBEAT_SECONDS:
+            self._next_check = self._thread.loop.call_later(pause, self._check_absent, 2 * pause)
 
     def _send_heartbeats(self) -> None:
         self._router.send_heartbeats()

@@ -20,6 +20,7 @@ from asynccomm.control.transport.connection import Tokens
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.topology import RankAddress
+from asynccomm.control.uplink import Uplink
 from tests.sampling import some
 
 from .channel_pairs import HOSTS, Member, doors_of, job, opened, two_threads
@@ -265,6 +266,28 @@ async def test_the_root_soon_misses_a_rank_that_never_connects() -> None:
     doors[1].close()
     await until(lambda: channel.gone, "the loss")
     assert channel.gone == {1: "it does not listen any more"}
+    await channel.aclose()
+
+
+async def test_the_root_soon_misses_a_rank_that_goes_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listened at the first checks, and the next heartbeat is far off."""
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 60.0)
+    monkeypatch.setattr(module, "FIRST_CHECK_SECONDS", 0.01)
+    checks = 0
+    check = Uplink.check_absent
+
+    def counted(self: Uplink) -> None:
+        nonlocal checks
+        checks += 1
+        check(self)
+
+    monkeypatch.setattr(Uplink, "check_absent", counted)
+    doors = doors_of("aa")
+    channel = await opened(0, [each.contact for each in doors], Tokens.random(), doors[0])
+    await until(lambda: checks > 3, "the first checks")
+    assert not channel.gone
+    doors[1].close()
+    await until(lambda: channel.gone, "the loss")
     await channel.aclose()
 
 
