@@ -17,7 +17,7 @@ from asynccomm.errors import StoreError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 from asynccomm.rendezvous.addresses import LEAST_SECONDS, exchange_addresses
-from asynccomm.rendezvous.handshake import HandshakeResult, handshake
+from asynccomm.rendezvous.handshake import HandshakeResult, handshake, publish_epoch
 from asynccomm.rendezvous.job import STORE_HOST_KEY, CommIdentity, Job, JobOrigin, NameReservation
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
 
@@ -52,12 +52,10 @@ async def bootstrap(
     async with contextlib.AsyncExitStack() as unless_met:
         reservation = NameReservation(world, group.name)
         unless_met.callback(reservation.release)
-        sockets = None
-        if options.hints.get("control") != "off":
-            sockets = ListeningSockets(group.rank, place.run)
-            unless_met.callback(sockets.close)
-        meeting, joined = await _join(place, group, requested, options.ordering, limit, sockets, start)
+        meeting, joined, sockets = await _join(place, group, requested, options, limit, start)
         unless_met.push_async_callback(meeting.aclose)
+        if sockets is not None:
+            unless_met.callback(sockets.close)
         room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
         if meeting.hosted is not None:
             await room.set(STORE_HOST_KEY, str(group.rank))
@@ -75,41 +73,46 @@ async def bootstrap(
 
 
 async def _join(
-    place: RendezvousSpec,
-    group: CommInfo,
-    requested: str,
-    ordering: str,
-    timeout: float,
-    sockets: ListeningSockets | None,
-    start: float,
-) -> tuple[StoreSession, HandshakeResult]:
-    """Meet the other ranks; retry if the store closes meanwhile, since its host had closed an earlier comm there."""
-    contact = None if sockets is None else sockets.contact
+    place: RendezvousSpec, group: CommInfo, requested: str, options: CommOptions, timeout: float, start: float
+) -> tuple[StoreSession, HandshakeResult, ListeningSockets | None]:
+    """Meet the other ranks; retry if the store closes meanwhile, since its host had closed an earlier comm there.
+
+    Returns: also the sockets of the control channel; None: there is none.
+    """
+    sockets: ListeningSockets | None = None
     spent = 0.0
-    while True:
-        meeting = await connect_store(place, max(0.0, timeout - spent))
-        scope = meeting.store.prefix(place.scope)
-        try:
-            joined = await handshake(
-                scope,
-                group.name,
-                group.rank,
-                group.size,
-                requested,
-                timeout,
-                ordering=ordering,
-                contact=contact,
-                spent=spent,
-            )
-        except BaseException as exc:
-            await meeting.aclose()
-            lost = type(exc) is StoreError and place.store is None and not place.hosting
-            spent = time.monotonic() - start
-            if not lost or spent > timeout:
-                raise
-            await asyncio.sleep(RETRY_SECONDS)
-        else:
-            return meeting, joined
+    with contextlib.ExitStack() as unless_joined:
+        while True:
+            meeting = await connect_store(place, max(0.0, timeout - spent))
+            scope = meeting.store.prefix(place.scope)
+            try:
+                # first, so that the other ranks find it when they come
+                epoch = await publish_epoch(scope, group.name) if group.rank == 0 else None
+                if sockets is None and options.hints.get("control") != "off":
+                    sockets = ListeningSockets(group.rank, place.run)
+                    unless_joined.callback(sockets.close)
+                joined = await handshake(
+                    scope,
+                    group.name,
+                    group.rank,
+                    group.size,
+                    requested,
+                    timeout,
+                    ordering=options.ordering,
+                    contact=None if sockets is None else sockets.contact,
+                    spent=spent,
+                    epoch=epoch,
+                )
+            except BaseException as exc:
+                await meeting.aclose()
+                lost = type(exc) is StoreError and place.store is None and not place.hosting
+                spent = time.monotonic() - start
+                if not lost or spent > timeout:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                unless_joined.pop_all()
+                return meeting, joined, sockets
 
 
 def _open_channel(joined: HandshakeResult, sockets: ListeningSockets, deadline: float) -> ControlChannel:

@@ -44,12 +44,18 @@ async def connect_session(
             if parent is not None:
                 parent.submitter.check_open()
             loop = session.mailbox.loop
-            beside = [loop.create_task(_note_presence(session, timeout))]
-            if parent is not None and parent.reporter is not None:
-                beside.append(loop.create_task(_miss_members(session, parent.group.name, parent.reporter)))
+            beside: list[asyncio.Task[None]] = []
+
+            def connects_slowly() -> None:
+                beside.append(loop.create_task(_note_presence(session)))
+                if parent is not None and parent.reporter is not None:
+                    beside.append(loop.create_task(_miss_members(session, parent.group.name, parent.reporter)))
+
+            soon = loop.call_later(min(SOON_SECONDS, timeout / 4), connects_slowly)
             try:
                 await _connect_first(session, backends, timeout)
             finally:
+                soon.cancel()
                 for task in beside:
                     task.cancel()
         session.connecting = None
@@ -79,9 +85,8 @@ async def connect_session(
             parent.children.discard(session)
 
 
-async def _note_presence(session: Session, timeout: float) -> None:
-    """Write to the store that this rank came, for the errors of other ranks, unless connecting is over soon."""
-    await asyncio.sleep(min(SOON_SECONDS, timeout / 4))
+async def _note_presence(session: Session) -> None:
+    """Write to the store that this rank came, for the errors of other ranks."""
     with contextlib.suppress(AsyncCommError):  # connecting reports an error of the store that matters
         await session.identity.room.set(f"here/{session.group.rank}", b"1")
 

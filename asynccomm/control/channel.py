@@ -127,7 +127,7 @@ class ControlChannel:
 
     def begin(self) -> None:
         """Begin to accept connections, and to connect to the rank above. Thread-safe; idempotent."""
-        if not self._thread.call(self._start):
+        if self._pulse is None and not self._thread.call(self._start):
             self._is_connected(False)
 
     async def connected(self) -> bool:

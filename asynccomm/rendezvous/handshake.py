@@ -152,6 +152,7 @@ async def handshake(
     ordering: str = "program",
     contact: RankAddress | None = None,
     spent: float = 0.0,
+    epoch: str | None = None,
 ) -> HandshakeResult:
     """Connect with the other ranks of comm ``name``. Cancelling is safe.
 
@@ -159,6 +160,7 @@ async def handshake(
         contact: the address of this rank's control channel, if the rank has one.
         timeout: seconds allowed for the whole set-up of the comm.
         spent: seconds of ``timeout`` already used.
+        epoch: of rank 0: the result of ``publish_epoch``; None: published here.
 
     Raises: RendezvousError naming the missing ranks or the mismatch, on all ranks that have arrived so far.
     """
@@ -180,16 +182,24 @@ async def handshake(
     deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)
     if rank == 0:
-        return await _welcome(place, name, hello, deadline, timeout)
+        epoch = await publish_epoch(store, name) if epoch is None else epoch
+        return await _welcome(place.prefix(epoch), epoch, name, hello, deadline, timeout)
     return await _ask(place, name, hello, deadline, timeout)
 
 
-async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeout: float) -> HandshakeResult:
+async def publish_epoch(store: Store, name: str) -> str:
+    """Publish a new epoch of comm ``name``, as rank 0, and return it."""
+    epoch = secrets.token_hex(8)
+    await store.set(f"{name}/epoch", epoch)
+    store.flush()
+    return epoch
+
+
+async def _welcome(
+    room: Store, epoch: str, name: str, mine: _Hello, deadline: float, timeout: float
+) -> HandshakeResult:
     size = mine.size
     deadline -= min(NOTICE, timeout / 10)
-    epoch = secrets.token_hex(8)
-    room = place.prefix(epoch)
-    await place.set("epoch", epoch)
     hellos: dict[int, _Hello] = {0: mine}
     nonces: set[str] = set()  # of all hellos, matching or not
     reader = _HelloReader(room, name, mine.version)

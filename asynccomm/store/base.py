@@ -83,6 +83,9 @@ class Store(Handle, abc.ABC):
         for key, value in items.items():
             await self.set(key, value)
 
+    def flush(self) -> None:
+        """Send what ``set`` has not sent yet now, instead of at the end of the loop iteration."""
+
     def local_address(self) -> str | None:
         """The address of this host, for other hosts, on its route to the store; None without a route."""
         return None
@@ -141,6 +144,9 @@ class PrefixStore(Store):
 
     async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
         await self.underlying.multi_set({self._key(key): value for key, value in items.items()})
+
+    def flush(self) -> None:
+        self.underlying.flush()
 
     def local_address(self) -> str | None:
         return self.underlying.local_address()

@@ -154,11 +154,14 @@ class WaitConnection:
         self._line.codec.wait(owner.keys)
         answer = self._line.reply()
         self._changed = change = asyncio.get_running_loop().create_future()
-        while not (answer.done() or change.done()):
+        answer.add_done_callback(lambda _: self._change())
+        while not change.done():
             others = self._waiters[:-1]
-            left = max(0.0, self._poll_at - time.monotonic()) if others else None
-            await asyncio.wait({answer, change}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if others and time.monotonic() >= self._poll_at:
+            if not others:
+                await change
+                break
+            await asyncio.wait([change], timeout=max(0.0, self._poll_at - time.monotonic()))
+            if time.monotonic() >= self._poll_at:
                 await self._settle_present(others)
                 self._pause = min(1.5 * self._pause, LAST_POLL)
                 self._poll_at = time.monotonic() + self._pause

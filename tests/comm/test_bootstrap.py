@@ -34,6 +34,7 @@ from asynccomm.store.shared import SharedClient
 from tests.waiting import until
 
 OPTIONS = CommOptions(timeout=10)
+SILENT = CommOptions(timeout=10, hints={"control": "off"})
 CPU = torch.device("cpu")
 
 
@@ -173,7 +174,7 @@ async def test_the_end_of_a_given_store_is_an_error_at_once() -> None:
     place = resolve_spec(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1, 2, {})
     shared = await SharedClient.connect("127.0.0.1", server.port, 60)
     joining = asyncio.create_task(
-        assembly_module._join(place, CommInfo("c", 1, 2, CPU), "auto", "program", 60, None, time.monotonic())
+        assembly_module._join(place, CommInfo("c", 1, 2, CPU), "auto", SILENT, 60, time.monotonic())
     )
     await until(lambda: shared._users == 2)
     server.release()
@@ -206,9 +207,9 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
     monkeypatch.setattr(assembly_module, "handshake", join)
     where = RendezvousSpec(1, 2, "asynccomm/run/0", host="h", port=1)
     found = await assembly_module._join(
-        where, CommInfo("c", 1, 2, CPU), "auto", "program", 10, None, asyncio.get_running_loop().time()
+        where, CommInfo("c", 1, 2, CPU), "auto", SILENT, 10, asyncio.get_running_loop().time()
     )
-    assert found == (meetings[2], "joined")
+    assert found == (meetings[2], "joined", None)
     assert [meeting.closed for meeting in meetings] == [1, 1, 0]
     meetings.clear()
     with pytest.raises(StoreError):  # the one who hosts it knows better
@@ -216,9 +217,8 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
             RendezvousSpec(0, 2, "asynccomm/run/0", host="h", port=1, hosting=True),
             CommInfo("c", 0, 2, CPU),
             "auto",
-            "program",
+            SILENT,
             10,
-            None,
             0.0,
         )
     assert [meeting.closed for meeting in meetings] == [1]

@@ -174,13 +174,21 @@ async def _accept_peers(
     except BackendError as exc:
         problem = f"rank 0 cannot share memory: {exc}"
     if host.entrance is not None:
+        address = host.entrance.address
+        tasks: list[asyncio.Task[None]] = []
+
+        def watch() -> None:
+            tasks.append(asyncio.create_task(_watch_store(context, dumps(address))))
+            tasks[0].add_done_callback(host.on_watched)
+
         soon = derived and all(_is_near(context, rank) for rank in range(context.group.size))
-        watching = asyncio.create_task(_watch_store(context, dumps(host.entrance.address), soon))
-        watching.add_done_callback(host.on_watched)
+        timer = asyncio.get_running_loop().call_later(SOON_SECONDS if soon else 0.0, watch)
         try:
             await host.came
         finally:
-            watching.cancel()
+            timer.cancel()
+            for task in tasks:
+                task.cancel()
         if host.problem or not host.complete:
             host.ask_for_results()
             await _consult(context, host.problem, host.gone)
@@ -192,14 +200,8 @@ async def _accept_peers(
     return host.handed
 
 
-async def _watch_store(context: BackendContext, address: str, soon: bool) -> None:
-    """Announce the address of rank 0, and wait until a rank has written to the store that it has a problem.
-
-    Args:
-        soon: the ranks most likely connect without the announcement.
-    """
-    if soon:
-        await asyncio.sleep(SOON_SECONDS)
+async def _watch_store(context: BackendContext, address: str) -> None:
+    """Announce the address of rank 0, and wait until a rank has written to the store that it has a problem."""
     await context.announce(address)
     if context.announcements is None:
         await asyncio.sleep(SOON_SECONDS)
