@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Final, SupportsIndex, final
 from urllib.parse import SplitResult, parse_qs, urlsplit
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import anyio.to_thread
 from torch import distributed as dist
@@ -39,6 +39,7 @@ NAMESPACE_KEY: Final = "asynccomm/namespace"
 # One server per port and process, shared by all comms that meet there. Global, because the kernel's ports are.
 _hosted: WeakValueDictionary[tuple[str, int], StoreServer] = WeakValueDictionary()
 _hosting = threading.Lock()
+_namespaces: WeakKeyDictionary[dist.Store, str] = WeakKeyDictionary()  # that the ranks have agreed on, by torch's store
 
 
 @final
@@ -170,22 +171,24 @@ async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
 
 async def _connect_given(store: Store, timeout: float) -> StoreSession:
     """Open a given store: its server by a client of our own, which needs no threads, if it is a TCPStore of torch's."""
-    server = store.server() if isinstance(store, TorchStore) else None
-    if server is None:
+    if not isinstance(store, TorchStore) or (server := store.server()) is None:
         return StoreSession(store)
     shared = await SharedClient.connect(server.host, server.port, timeout)
     if not server.prefixed:
         return StoreSession(shared.client, shared.release, given=store)
-    async with AsyncExitStack() as unless_agreed:
-        unless_agreed.push_async_callback(shared.release)
-        try:  # the prefixes of torch's store are its secret: the ranks agree on another one there
-            async with within(timeout):
-                room = await store.compare_set(NAMESPACE_KEY, "", secrets.token_hex(8))
-        except TimeoutError:
-            address = f"{server.host}:{server.port}"
-            raise RendezvousError(f"the client of the store at {address} was busy for {timeout:g} s") from None
-        unless_agreed.pop_all()
-    return StoreSession(shared.client.prefix(room.decode()), shared.release, given=store)
+    namespace = _namespaces.get(store.torchs)
+    if namespace is None:
+        async with AsyncExitStack() as unless_agreed:
+            unless_agreed.push_async_callback(shared.release)
+            try:  # the prefixes of torch's store are its secret: the ranks agree on another one there
+                async with within(timeout):
+                    agreed = await store.compare_set(NAMESPACE_KEY, "", secrets.token_hex(8))
+            except TimeoutError:
+                address = f"{server.host}:{server.port}"
+                raise RendezvousError(f"the client of the store at {address} was busy for {timeout:g} s") from None
+            unless_agreed.pop_all()
+        namespace = _namespaces[store.torchs] = agreed.decode()
+    return StoreSession(shared.client.prefix(namespace), shared.release, given=store)
 
 
 def _file_store(path: str, size: int) -> dist.FileStore:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, final
 
 import anyio
@@ -40,40 +41,43 @@ class TorchStore(Store):
     repeats ``check``, at most 20 times a second.
 
     Args:
-        store: TCPStore, FileStore, HashStore, PrefixStore, ...
+        store: TCPStore, FileStore, HashStore, PrefixStore, ...; as ``torchs`` later
         timeout: seconds that ``get`` and ``wait`` allow by default.
     """
 
     def __init__(self, store: dist.Store, timeout: float = DEFAULT_TIMEOUT) -> None:
-        self._store = store
+        self.torchs: dist.Store = store
         self._timeout = timeout
-        self._limiter = anyio.CapacityLimiter(THREADS)
+
+    @cached_property
+    def _limiter(self) -> anyio.CapacityLimiter:
+        return anyio.CapacityLimiter(THREADS)
 
     async def _call(self, call: Callable[[], T]) -> T:
         try:
             return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
         except (RuntimeError, ValueError) as exc:  # torch's DistError family; ADD to a value that is no number
-            raise StoreError(f"{type(self._store).__name__}: {exc}") from exc
+            raise StoreError(f"{type(self.torchs).__name__}: {exc}") from exc
 
     async def set(self, key: str, value: bytes | str) -> None:
         data = to_bytes("value", value)
-        await self._call(lambda: self._store.set(key, data))  # type: ignore[arg-type]  # bytes work, the stub says str
+        await self._call(lambda: self.torchs.set(key, data))  # type: ignore[arg-type]  # bytes work, the stub says str
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
         await self.wait([key], timeout)
-        return await self._call(lambda: self._store.get(key))
+        return await self._call(lambda: self.torchs.get(key))
 
     async def add(self, key: str, amount: int) -> int:
         number = to_amount(amount)
-        return await self._call(lambda: self._store.add(key, number))
+        return await self._call(lambda: self.torchs.add(key, number))
 
     async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         want, new = to_bytes("expected", expected), to_bytes("desired", desired)
-        return await self._call(lambda: self._store.compare_set(key, want, new))  # type: ignore[arg-type]
+        return await self._call(lambda: self.torchs.compare_set(key, want, new))  # type: ignore[arg-type]
 
     async def check(self, keys: Sequence[str]) -> bool:
         names = to_keys(keys)
-        return await self._call(lambda: self._store.check(names))
+        return await self._call(lambda: self.torchs.check(names))
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         limit = self._timeout if timeout is None else timeout
@@ -91,26 +95,26 @@ class TorchStore(Store):
             raise StoreTimeoutError(f"keys {list(keys)} did not all appear within {limit:g} s") from None
 
     async def delete(self, key: str) -> bool:
-        return await self._call(lambda: self._store.delete_key(key))
+        return await self._call(lambda: self.torchs.delete_key(key))
 
     async def append(self, key: str, value: bytes | str) -> None:
         data = to_bytes("value", value)
-        await self._call(lambda: self._store.append(key, data))  # type: ignore[attr-defined]
+        await self._call(lambda: self.torchs.append(key, data))  # type: ignore[attr-defined]
 
     async def num_keys(self) -> int:
-        return await self._call(self._store.num_keys)
+        return await self._call(self.torchs.num_keys)
 
     def server(self) -> ServerAddress | None:
         """The server of a TCPStore, perhaps behind prefixes; None for other stores.
 
         Subclasses count as these: it must be the same on all ranks, of which one may log its calls, say.
         """
-        store = self._store
+        store = self.torchs
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         if not isinstance(store, dist.TCPStore):
             return None
-        return ServerAddress(store.host, store.port, store is not self._store)
+        return ServerAddress(store.host, store.port, store is not self.torchs)
 
     def local_address(self) -> str | None:
         server = self.server()

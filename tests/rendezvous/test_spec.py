@@ -249,6 +249,19 @@ async def test_ranks_with_one_prefix_meet_and_others_do_not() -> None:
         await meeting.aclose()
 
 
+async def test_ranks_agree_on_a_namespace_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dist.PrefixStore("a", torch_store())
+    meeting = await connect_store(resolve_spec(given, 0, 1, {}), 20)
+    await meeting.store.set("key", b"value")
+    await meeting.aclose()
+    monkeypatch.setattr(TorchStore, "compare_set", None)
+    again = await connect_store(resolve_spec(given, 0, 1, {}), 20)
+    assert await again.store.get("key", 20) == b"value"
+    await again.aclose()
+    with pytest.raises(TypeError):  # another store of the same server
+        await connect_store(resolve_spec(dist.PrefixStore("a", given), 0, 1, {}), 20)
+
+
 async def test_a_given_store_lives_as_long_as_the_session() -> None:
     meeting = await connect_store(resolve_spec(torch_store(), 0, 1, {}), 20)
     gc.collect()

@@ -197,6 +197,8 @@ class RootSide:
     def _watch(self, sock: socket.socket) -> None:
         line = FdSocket(sock, lambda message: self._on_hello(line, message))
         self._admission.add(line, peer_user(sock))
+        if line in self._admission.waiting:
+            line.read()  # mostly the hello has come with the connection
 
     def _refuse(self, line: FdSocket, reason: str) -> None:
         if reason not in (LATE, CROWDED):  # else a rank may connect again
