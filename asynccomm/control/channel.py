@@ -39,7 +39,7 @@ from asynccomm.control.requests import Requests
 from asynccomm.control.router import Router
 from asynccomm.control.runs import RankRuns, distinct_ranks
 from asynccomm.control.subscribers import Subscriber, Subscribers
-from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS
+from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.connection import Connection, Look, Tokens
 from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.schema import JsonObject, decode
@@ -51,7 +51,7 @@ from asynccomm.control.uplink import Uplink
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
 # until a channel begins that nothing has begun: it would take time from the connecting of the backend, which is over by
 # then, and rarely has a message for it
-BEGIN_SECONDS: Final = 0.02
+BEGIN_SECONDS: Final = 0.01
 FIRST_CHECK_SECONDS: Final = 0.1  # until the root checks the ranks that are not connected: most are about to connect
 LEAVE_ACK_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
 
@@ -91,6 +91,7 @@ class ControlChannel:
         self._beginning: asyncio.TimerHandle | None = None
         self._pulse: asyncio.TimerHandle | None = None  # None: the channel has not begun
         self._next_check: asyncio.TimerHandle | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._opening: Future[bool] = Future()  # whether it is connected
         self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
         self._closed = False
@@ -226,7 +227,7 @@ class ControlChannel:
         loop = self._thread.loop
         self._pulse = loop.call_later(FIRST_CHECK_SECONDS, self._send_heartbeats)
         self._next_check = loop.call_later(FIRST_CHECK_SECONDS, self._check_absent, 2 * FIRST_CHECK_SECONDS)
-        self._begin(self._connect())
+        self._connecting = self._begin(self._connect())
 
     async def _connect(self) -> None:
         try:
@@ -247,6 +248,8 @@ class ControlChannel:
         if self._closed:
             return
         self._start()  # the other ranks hear of the leave
+        if self._connecting is not None and self._router.has_unsent:
+            await asyncio.wait([self._connecting], timeout=SILENT_SECONDS)
         if self.service.must_stay:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):

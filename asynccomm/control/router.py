@@ -432,6 +432,11 @@ class Router:
             link.send(message)
 
     @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for a route."""
+        return bool(self._waiting)
+
+    @property
     def leave_acknowledged(self) -> bool:
         """Whether all ranks that are, or would now be, connected to this node have acknowledged its leave."""
         if not self._leaving:

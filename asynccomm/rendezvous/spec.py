@@ -29,7 +29,7 @@ from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous.launchers import SLURM, job_name, launcher_of, on_one_host, slurm_address, started_by
 from asynccomm.rendezvous.local_meeting import PortAnnouncer, find_port, meeting_name
 from asynccomm.store.base import Store, within
-from asynccomm.store.server import StoreServer, listen, serve
+from asynccomm.store.server import StoreServer, listen, serve, share
 from asynccomm.store.shared import SharedClient
 from asynccomm.store.torch_store import TorchStore
 
@@ -212,9 +212,22 @@ def _host(place: RendezvousSpec) -> StoreServer:
         else:
             local = place.host == "localhost" or place.host.startswith("127.") or place.host == "::1"
             # other hosts may resolve the name to another interface than this host: listen on all, unless it is loopback
-            hosted = serve(place.host, listen(place.host if local else "", place.port))
+            try:
+                hosted = serve(place.host, listen(place.host if local else "", place.port))
+            except RendezvousError:
+                if not _torch_hosts(place.port):
+                    raise
+                hosted = share(place.host, place.port)
         _hosted[_hosted_key(place)] = hosted
     return hosted
+
+
+def _torch_hosts(port: int) -> bool:
+    """Whether the default group of torch.distributed has met at ``port``, so that its server may be in this process."""
+    if not dist.is_initialized():
+        return False
+    server = TorchStore(dist.distributed_c10d._get_default_store()).server()
+    return server is not None and server.port == port
 
 
 def _already_hosted(place: RendezvousSpec) -> StoreServer | None:

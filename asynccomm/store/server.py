@@ -88,8 +88,20 @@ def serve(host: str, listening: socket.socket) -> StoreServer:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
+            multi_tenant=True,  # init_process_group of this process uses this server
             timeout=timedelta(seconds=30),
         )
     except RuntimeError as exc:
         raise RendezvousError(f"cannot host the store at {host}:{port}: {str(exc).splitlines()[0]}") from exc
+    return StoreServer(server, host)
+
+
+def share(host: str, port: int) -> StoreServer:
+    """The server that torch has started in this process, for ``init_process_group``. Raises: RendezvousError."""
+    try:
+        server = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=30)
+        )
+    except RuntimeError as exc:
+        raise RendezvousError(f"cannot use the store at {host}:{port}: {str(exc).splitlines()[0]}") from exc
     return StoreServer(server, host)

@@ -550,3 +550,45 @@ async def test_many_comms_connect_at_once_on_a_torch_store() -> None:
 
 def test_seconds_that_no_clock_can_take_mean_never() -> None:
     assert seconds("timeout", 10**400, 1.0) == math.inf
+
+
+@pytest.mark.parametrize("first", ["torch", "asynccomm"])
+@pytest.mark.ranks(2)
+async def test_a_comm_beside_the_default_group_of_torch(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """Rank 0 hosts one store for both, as without a launcher both meet at MASTER_PORT."""
+    async with new_comm(name="before") as comm:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            free = await comm.broadcast_object(sock.getsockname()[1], 0)
+        monkeypatch.setenv("MASTER_PORT", str(free))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+        if first == "torch":
+            await asyncio.to_thread(dist.init_process_group, "gloo")
+        async with new_comm(name="beside", timeout=20) as beside:
+            if first == "asynccomm":
+                await asyncio.to_thread(dist.init_process_group, "gloo")
+            for _ in range(2):
+                one, other = torch.ones(1), torch.ones(1)
+                await beside.all_reduce(one)
+                await asyncio.to_thread(dist.all_reduce, other)
+                assert one.item() == other.item() == 2
+        await asyncio.to_thread(dist.barrier)  # the store outlives the comm
+        await comm.barrier()
+        dist.destroy_process_group()
+
+
+def test_a_port_of_another_program_is_an_error(environ: pytest.MonkeyPatch) -> None:
+    """Also where torch has a default group, which has met elsewhere."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            environ.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+            with pytest.raises(RendezvousError, match=r"cannot listen at .*: Address already in use"):
+                await new_comm(timeout=20)
+
+    dist.init_process_group("gloo")
+    try:
+        asyncio.run(main())
+    finally:
+        dist.destroy_process_group()

@@ -236,6 +236,24 @@ async def test_a_rank_that_closes_before_it_has_begun_is_not_lost(monkeypatch: p
     await zero.aclose()
 
 
+async def test_a_rank_that_closes_delivers_its_messages_once_it_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEGIN_SECONDS", 60)
+    monkeypatch.setattr(module, "LEAVE_ACK_SECONDS", 0.01)
+    doors = doors_of("aa")
+    contacts, tokens = [each.contact for each in doors], Tokens.random()
+    zero, one = (ControlChannel.open(rank, contacts, tokens, each) for rank, each in enumerate(doors))
+    heard = Member()
+    zero.subscribe("main", heard)
+    one.broadcast("main", {"rank": 1})
+    closing = asyncio.ensure_future(one.aclose())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(closing), 0.05)
+    zero.begin()
+    await closing
+    await until(lambda: bool(heard.heard), "the message")
+    await zero.aclose()
+
+
 async def test_ranks_without_a_channel_are_left_out() -> None:
     doors = doors_of("aa")
     contacts = [doors[0].contact, replace(doors[1].contact, local="")]

@@ -111,6 +111,10 @@ class Part:
         _CHANNELS.set(self._channels)
         try:
             comm = await self._made(make)
+            if case.fault == "cut":  # there is nothing to cut before
+                channel = comm._session.identity.job.channel
+                assert channel is not None
+                await channel.connected()
         except (Exception, asyncio.CancelledError) as exc:
             self._note(exc)
             return self.report()

@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, Protocol, final
@@ -47,7 +47,7 @@ from asynccomm.errors import BackendError, PeerLostError
 from asynccomm.store.base import Store, path_of
 
 OK: Final = "ok"
-AT_ONCE: Final = 10  # attempts to connect to rank 0 without a pause: it is mostly about to listen
+AT_ONCE_SECONDS: Final = 5e-4  # of attempts to connect to rank 0 without a pause: mostly it is about to listen
 FIRST_PAUSE: Final = 0.001  # seconds between later attempts; doubles
 
 
@@ -247,9 +247,9 @@ async def _reach(context: BackendContext, peer: PeerSide, address: Address) -> b
     Returns: False: rank 0 has announced another address, or a problem.
     """
     announced: asyncio.Future[bytes] | None = None
-    pause = FIRST_PAUSE
+    pause, until = FIRST_PAUSE, time.monotonic() + AT_ONCE_SECONDS
     try:
-        for attempt in itertools.count():
+        while True:
             try:
                 await peer.connect(context.group.rank, address)
             except OSError as exc:
@@ -257,7 +257,8 @@ async def _reach(context: BackendContext, peer: PeerSide, address: Address) -> b
                     break
             else:
                 return True
-            if attempt < AT_ONCE:
+            if time.monotonic() < until:
+                os.sched_yield()  # rank 0 may need this core
                 await asyncio.sleep(0)
                 continue
             if announced is None:
