@@ -433,8 +433,8 @@ class Router:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether messages wait for a route."""
-        return bool(self._waiting)
+        """Whether messages wait for the connection to the rank above."""
+        return self.up is None and not self.is_root and bool(self._waiting or self._log.repeated)
 
     @property
     def leave_acknowledged(self) -> bool:

@@ -241,7 +241,10 @@ async def test_ranks_that_hear_announcements_need_no_store(
     check_mappings(await asyncio.gather(*joining), world.bells)
 
 
-async def test_a_secret_saves_the_announcement(world_of: Callable[[int], World]) -> None:
+async def test_a_secret_saves_the_announcement(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "AT_ONCE_SECONDS", 60)
     world = world_of(3)
     zero, *others = world.trusting(NoStore())
     coming = [asyncio.ensure_future(world.joining(context)) for context in others]  # before rank 0
@@ -286,7 +289,10 @@ async def test_ranks_of_other_networks_hear_the_announcement_at_once(
     assert speaker.listeners == 1
 
 
-async def test_segments_with_the_same_secret_do_not_meet(world_of: Callable[[int], World]) -> None:
+async def test_segments_with_the_same_secret_do_not_meet(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "AT_ONCE_SECONDS", 60)
     worlds = [world_of(2), world_of(2)]
     rooms = NoStore().prefix("a"), NoStore().prefix("b")
     contexts = [context for world, room in zip(worlds, rooms, strict=True) for context in world.trusting(room)]
