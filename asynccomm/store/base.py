@@ -84,7 +84,7 @@ class Store(Handle, abc.ABC):
             await self.set(key, value)
 
     def flush(self) -> None:
-        """Send what ``set`` has not sent yet now, instead of at the end of the loop iteration."""
+        """Send pending requests now, instead of at the end of the loop iteration."""
 
     def local_address(self) -> str | None:
         """The address of this host, for other hosts, on its route to the store; None without a route."""
