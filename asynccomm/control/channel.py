@@ -39,7 +39,7 @@ from asynccomm.control.requests import Requests
 from asynccomm.control.router import Router
 from asynccomm.control.runs import RankRuns, distinct_ranks
 from asynccomm.control.subscribers import Subscriber, Subscribers
-from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS, SILENT_SECONDS
+from asynccomm.control.timing import ANSWER_SECONDS, HEARTBEAT_SECONDS, LINGER_SECONDS
 from asynccomm.control.transport.connection import Connection, Look, Tokens
 from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.schema import JsonObject, decode
@@ -249,7 +249,7 @@ class ControlChannel:
             return
         self._start()  # the other ranks hear of the leave
         if self._connecting is not None and self._router.has_unsent:
-            await asyncio.wait([self._connecting], timeout=SILENT_SECONDS)
+            await asyncio.wait([self._connecting], timeout=ANSWER_SECONDS)
         if self.service.must_stay:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
