@@ -175,7 +175,7 @@ class BackendContext:
     hints: Mapping[str, str] = field(default_factory=dict)  #: already checked; only keys of ``Backend.hints``
     high_priority_stream: bool = False  #: for GPU backends
     announcements: Announcements | None = None  #: None: there is only the store
-    secret: bytes = field(default=b"", repr=False)  #: that the ranks of the job alone know; empty: there is none
+    secret: bytes = field(default=b"", repr=False)  #: as secret as the tokens of the job; empty: there is none
     alternatives: bool = False  #: whether another backend is tried if this one raises UnsuitableError
 
     def announce(self, text: str) -> Coroutine[Any, Any, None]:

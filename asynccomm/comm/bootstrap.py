@@ -60,7 +60,7 @@ async def bootstrap(
         if meeting.hosted is not None:
             await room.set(STORE_HOST_KEY, str(group.rank))
         joined = await exchange_addresses(room, joined, sockets, group.rank, options.hints, start + limit)
-        channel = None if sockets is None else _open_channel(joined, sockets, start + limit)
+        channel = None if sockets is None else await _open_channel(joined, sockets, start + limit)
         unless_met.pop_all()
     ranks = range(group.size)
     job = Job(world, group, room, meeting, channel, origin, joined.tokens.secret)
@@ -115,7 +115,7 @@ async def _join(
                 return meeting, joined, sockets
 
 
-def _open_channel(joined: HandshakeResult, sockets: ListeningSockets, deadline: float) -> ControlChannel:
-    """The control channel of the ranks that have met; it connects after the backend."""
+async def _open_channel(joined: HandshakeResult, sockets: ListeningSockets, deadline: float) -> ControlChannel | None:
+    """Open the control channel of the ranks that have met."""
     left = max(LEAST_SECONDS, deadline - time.monotonic())
-    return ControlChannel.open(sockets.contact.rank, joined.contacts, joined.tokens, sockets, left)
+    return await ControlChannel.open(sockets.contact.rank, joined.contacts, joined.tokens, sockets, left)

@@ -129,7 +129,6 @@ async def _connect_first(session: Session, backends: Mapping[str, type[Backend]]
             _log.info("backend %r does not suit, so another is tried: %s", name, exc)
         else:
             session.resources.push_async_callback(connected.aclose)
-            await session.open_channel()
             if session.reporter is not None and not backend.compares:
                 session.submitter.compare(session.reporter.compare)
             if hints != session.options.hints:

@@ -135,22 +135,6 @@ class Session:
         """Whether closing is complete."""
         return self._closing is not None and self._closing.done() and not self._closing.cancelled()
 
-    async def open_channel(self) -> None:
-        """Have the control channel connect, now that the backend is connected.
-
-        Ranks of one host do not wait for it, as there is nothing between them. Ranks on several hosts do, and if it
-        cannot connect, the comm goes on without it.
-        """
-        job = self.identity.job
-        channel = job.channel
-        if channel is None:
-            return
-        channel.begin()
-        if not (channel.topology.on_one_host or await channel.connected()):
-            job.channel = self.reporter = None
-            self.submitter.records_sites = False
-            await channel.aclose()
-
     def invitation(self) -> Invitation:
         """The invitation for newcomers to this comm."""
         channel = self.identity.job.channel

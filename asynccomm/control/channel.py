@@ -39,19 +39,16 @@ from asynccomm.control.requests import Requests
 from asynccomm.control.router import Router
 from asynccomm.control.runs import RankRuns, distinct_ranks
 from asynccomm.control.subscribers import Subscriber, Subscribers
-from asynccomm.control.timing import ANSWER_SECONDS, HEARTBEAT_SECONDS, LINGER_SECONDS
+from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS
 from asynccomm.control.transport.connection import Connection, Look, Tokens
 from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.schema import JsonObject, decode
 from asynccomm.control.transport.sockets import ListeningSockets
-from asynccomm.control.transport.thread import ENDED, ControlThread, control_thread
+from asynccomm.control.transport.thread import ControlThread, control_thread
 from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.control.uplink import Uplink
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
-# until a channel begins that nothing has begun: it would take time from the connecting of the backend, which is over by
-# then, and rarely has a message for it
-BEGIN_SECONDS: Final = 0.01
 FIRST_CHECK_SECONDS: Final = 0.1  # until the root checks the ranks that are not connected: most are about to connect
 LEAVE_ACK_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
 
@@ -87,57 +84,35 @@ class ControlChannel:
         self.service: MembershipService = MembershipService(router, self._thread.loop, self)  #: on the control thread
         self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.on_attached)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._timeout: float = ATTACH_SECONDS
-        self._beginning: asyncio.TimerHandle | None = None
-        self._pulse: asyncio.TimerHandle | None = None  # None: the channel has not begun
-        self._next_check: asyncio.TimerHandle | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._opening: Future[bool] = Future()  # whether it is connected
+        self._pulse: asyncio.TimerHandle | None = None
         self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
         self._closed = False
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(
+    async def open(
         cls,
         rank: int,
         contacts: Sequence[RankAddress],
         tokens: Tokens,
         doors: ListeningSockets,
         timeout: float = ATTACH_SECONDS,
-    ) -> ControlChannel:
-        """A channel that begins to listen and to connect within ``BEGIN_SECONDS``; messages wait until then.
-
-        It begins earlier with ``begin``, or with the first message of this rank.
-
-        Args:
-            doors: which listen already; the channel becomes their owner.
-            timeout: seconds to connect; without a connection, there is no control channel (see ``connected``).
-
-        Raises: RuntimeError: the control thread has ended.
-        """
+    ) -> ControlChannel | None:
+        """Listen, and connect to the rank above; None, with a warning, if connecting takes over ``timeout`` seconds."""
         channel = cls(rank, contacts, tokens)
-        channel._timeout = min(timeout, ATTACH_SECONDS)
         socks = doors.take()
-        if not channel._thread.call(lambda: channel._begin_soon(socks)):
-            for sock in socks:
-                sock.close()
-            raise RuntimeError(ENDED)
+        try:
+            started = channel._thread.run(channel._start(socks, min(timeout, ATTACH_SECONDS)))
+            problem = await asyncio.wrap_future(started)
+        except BaseException:
+            channel._thread.call(lambda: channel._abort_start(socks))
+            raise
+        if problem:
+            _log.warning("rank %d has no control channel: %s", rank, problem)
+            await channel.aclose()
+            return None
         return channel
-
-    def begin(self) -> None:
-        """Begin to accept connections, and to connect to the rank above. Thread-safe; idempotent."""
-        if self._pulse is None and not self._thread.call(self._start):
-            self._is_connected(False)
-
-    async def connected(self) -> bool:
-        """Begin, and wait until the channel is connected. On any loop. Cancelling is safe.
-
-        Returns: False, after a warning, if connecting takes over ``timeout`` seconds: the channel has ended then.
-        """
-        self.begin()
-        return await asyncio.shield(asyncio.wrap_future(self._opening))
 
     def subscribe(self, key: str, member: Subscriber) -> None:
         """Deliver the news of comm ``key`` to ``member`` from now on. Thread-safe."""
@@ -159,7 +134,6 @@ class ControlChannel:
         def send() -> None:
             try:
                 if not self._closed:
-                    self._start()
                     self._router.send(ALL, News(key, item))
             finally:
                 if then is not None:
@@ -212,44 +186,18 @@ class ControlChannel:
 
     # -- on the control thread: starting and ending -------------------------------------------------------------------
 
-    def _begin_soon(self, socks: Sequence[socket.socket]) -> None:
+    async def _start(self, socks: Sequence[socket.socket], timeout: float) -> str:
+        """Listen and connect. Returns why there is no channel; empty: there is one."""
+        if self._closed:
+            return ""
         for sock in socks:
-            self._listener.hold(sock)
-        if not self._closed:
-            self._beginning = self._thread.loop.call_later(BEGIN_SECONDS, self._start)
-
-    def _start(self) -> None:
-        """Accept connections and connect, once."""
-        if self._closed or self._pulse is not None:
-            return
-        self._listener.listen()
-        self._router.expect_others()
-        loop = self._thread.loop
-        self._pulse = loop.call_later(FIRST_CHECK_SECONDS, self._send_heartbeats)
-        self._next_check = loop.call_later(FIRST_CHECK_SECONDS, self._check_absent, 2 * FIRST_CHECK_SECONDS)
-        self._connecting = self._begin(self._connect())
-
-    async def _connect(self) -> None:
-        try:
-            # on one host, a rank that does not answer is busy or stopped, and nothing else is in the way
-            if await self._uplink.wait_connected(None if self.topology.on_one_host else self._timeout):
-                self._is_connected(True)
-                return
-            _log.warning("rank %d has no control channel: rank %s cannot be reached", self.rank, self._router.above)
-            self._begin_closing()
-        finally:  # also if the thread ends
-            self._is_connected(False)
-
-    def _is_connected(self, connected: bool) -> None:
-        if not self._opening.done():
-            self._opening.set_result(connected)
+            self._listener.listen(sock)
+        self._pulse = self._thread.loop.call_later(FIRST_CHECK_SECONDS, self._send_heartbeats)
+        return "" if await self._uplink.wait_connected(timeout) else f"rank {self._router.above} cannot be reached"
 
     async def _close(self) -> None:
         if self._closed:
             return
-        self._start()  # the other ranks hear of the leave
-        if self._connecting is not None and self._router.has_unsent:
-            await asyncio.wait([self._connecting], timeout=ANSWER_SECONDS)
         if self.service.must_stay:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
@@ -265,18 +213,22 @@ class ControlChannel:
         if self._leaving is not None and not self._leaving.done() and self._router.leave_acknowledged:
             self._leaving.set_result(None)
 
+    def _abort_start(self, socks: Sequence[socket.socket]) -> None:
+        """Close the channel at any stage of its start."""
+        self._begin_closing()
+        for sock in socks:  # the listener may not own the sockets yet
+            sock.close()
+
     def _begin_closing(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._is_connected(False)
         for part in (self._listener, self._uplink, self._requests, self._fingerprints, self.service):
             part.close()
         for joiner in self._joiners.values():
             joiner.close()
-        for timer in (self._beginning, self._pulse, self._next_check):
-            if timer is not None:
-                timer.cancel()
+        if self._pulse is not None:
+            self._pulse.cancel()
         for task in self._tasks:
             task.cancel()
         for link in self._router.links:
@@ -291,12 +243,6 @@ class ControlChannel:
 
     def _after_pause(self, call: Callable[[], object]) -> None:
         self._thread.loop.call_later(PATIENT_SECONDS, lambda: None if self._closed else call())
-
-    def _check_absent(self, pause: float) -> None:
-        """Check the ranks that are not connected, more often at first: a rank may be lost before it connects."""
-        self._uplink.check_absent()
-        if self._router.absent and pause < HEARTBEAT_SECONDS:
-            self._next_check = self._thread.loop.call_later(pause, self._check_absent, 2 * pause)
 
     def _send_heartbeats(self) -> None:
         self._router.send_heartbeats()

@@ -132,7 +132,7 @@ class Router:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, to: Address, body: Body, *, patient: bool = False) -> None:
-        """Send a message; without a route, it waits for one. At the root, messages to ranks that are gone are dropped.
+        """Send a message; without a route, it waits for a connection, or is dropped at the root.
 
         Args:
             patient: of a message to all: it may wait for others.
@@ -167,7 +167,7 @@ class Router:
         elif self.up is not None:
             if came_by is not self.up:
                 self.up.send(message)
-        elif not self.is_root or (isinstance(to, int) and to not in self.gone):  # the rank is about to connect
+        elif not self.is_root:
             self._waiting.append(message)
 
     def _has_passed(self, message: RoutedMessage) -> bool:
@@ -232,13 +232,7 @@ class Router:
 
     def _route_again(self) -> None:
         """Send all messages that had no route, or that may have been lost with a connection."""
-        for message in [*self._log.repeated]:
-            self._route(message, None)
-        self._route_waiting()
-
-    def _route_waiting(self) -> None:
-        """Send the messages that had no route; some may wait further."""
-        waiting = [*self._waiting]
+        waiting = [*self._log.repeated, *self._waiting]
         self._waiting.clear()
         for message in waiting:
             self._route(message, None)
@@ -278,7 +272,6 @@ class Router:
             link.send(self._gone_message([self.rank], "", ALL))
         if self._patient.waiting and rank == self._heir:
             self._entrust(self._patient.waiting)
-        self._route_waiting()
 
     def _missed_news(self) -> list[RoutedMessage | MessageBatch]:
         """The news that a rank may have missed. All ranks connect to a new root, so they are not made anew for each."""
@@ -341,7 +334,6 @@ class Router:
                     return  # sent before the rank was gone
             elif isinstance(body, Presence):  # no other message: a repeated message may come from any rank
                 self._set_route(source, link)
-                self._route_waiting()
                 self.last_heard.setdefault(source, now)  # it may stop before the first heartbeat
             if isinstance(body, Heartbeat):
                 self.last_heard.update(
@@ -418,8 +410,8 @@ class Router:
         self._mark_gone(others, f"it goes on without rank {self.rank}: {why}")
 
     def expire_silent(self, seconds: float) -> None:
-        """Declare the rank above lost if its last message is more than ``seconds`` old; see ``expect_others``."""
-        rank = self.above if self._up_rank is None else self._up_rank
+        """Declare the rank above lost if its last message is more than ``seconds`` old."""
+        rank = self._up_rank
         if rank is not None and (silence := self.silence(rank)) is not None and silence > seconds:
             self.declare_lost(rank, f"it was silent for {silence:.1f} s, and others go on without it")
 
@@ -430,11 +422,6 @@ class Router:
         message = self._gone_message([self.rank], "", ALL)
         for link in self.links:
             link.send(message)
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether messages wait for the connection to the rank above."""
-        return self.up is None and not self.is_root and bool(self._waiting or self._log.repeated)
 
     @property
     def leave_acknowledged(self) -> bool:
@@ -525,8 +512,11 @@ class Router:
         self._notify_gone(ranks, how)
         if not heirs.isdisjoint(ranks):  # others look for that rank when this one is lost, and must know that it left
             self._patient.flush()
-        self.expect_others()
         if self.is_root and not was_root:
+            now = time.monotonic()
+            for other in self.topology.contacts:  # all connect here now; an absent rank is silent from now on
+                if other != self.rank and other not in self.gone:
+                    self.last_heard.setdefault(other, now)
             for frame in batches(self._all_gone(ALL)):  # the last root may have reached some ranks only
                 self._forward_down(frame)
             self._route_again()
@@ -534,13 +524,6 @@ class Router:
             self._inherit()
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------
-
-    def expect_others(self) -> None:
-        """Count the ranks as silent from now on that have not been heard: at the root all, elsewhere the rank above."""
-        above, now = self.above, time.monotonic()
-        for other in self.topology.contacts if above is None else (above,):
-            if other != self.rank and other not in self.gone:
-                self.last_heard.setdefault(other, now)
 
     def send_heartbeats(self) -> None:
         """Send a heartbeat over each connection. The channel calls this every ``HEARTBEAT_SECONDS``."""

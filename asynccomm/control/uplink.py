@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 from asynccomm.control.router import Router
 from asynccomm.control.timing import REACH_SECONDS
-from asynccomm.control.transport.connection import Connection, NoAnswerError, Tokens, connect, listens
+from asynccomm.control.transport.connection import Connection, Tokens, connect, listens
 from asynccomm.control.transport.schema import JsonObject
 
 RETRY_SECONDS: Final = 0.02  # between attempts to reach the rank above
@@ -61,8 +61,8 @@ class Uplink:
         self._connecting = self._begin(self._connect_above())
         self._connecting.add_done_callback(self._on_connected)
 
-    async def wait_connected(self, timeout: float | None) -> bool:
-        """Connect to the rank above, and wait. Returns whether it took at most ``timeout`` seconds; None: no limit."""
+    async def wait_connected(self, timeout: float) -> bool:
+        """Connect to the rank above, and wait. Returns whether connecting took at most ``timeout`` seconds."""
         self.connect()
         if self._connecting is not None:
             try:
@@ -93,8 +93,6 @@ class Uplink:
             except PermissionError as exc:  # the others have declared this rank lost
                 router.fence(exc.strerror or "")
                 return
-            except NoAnswerError:  # it is not lost, unless the others go on without it meanwhile
-                continue
             except OSError as exc:
                 if not isinstance(exc, ConnectionRefusedError):
                     refused.pop(above, None)

@@ -82,7 +82,7 @@ class Job:
         group, room: the first comm's group and store prefix; all ranks of the job belong to this comm.
         meeting, channel: closed with the last comm. No channel: the job runs without a control channel.
         origin: None: no other job can replace this one.
-        secret: that the ranks of the job alone know; empty: there is none.
+        secret: as secret as the tokens of the job; empty: there is none.
     """
 
     def __init__(

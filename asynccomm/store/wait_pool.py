@@ -154,7 +154,12 @@ class WaitConnection:
         self._line.codec.wait(owner.keys)
         answer = self._line.reply()
         self._changed = change = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(lambda _: self._change())
+
+        def wake(_: object) -> None:
+            if not change.done():
+                change.set_result(None)
+
+        answer.add_done_callback(wake)
         while not change.done():
             others = self._waiters[:-1]
             if not others:

@@ -54,10 +54,6 @@ async def loopback_world(
         )
     )
     try:
-        for comm in comms:  # new_comm does not wait for them
-            channel = comm._session.identity.job.channel
-            if channel is not None:
-                await channel.connected()
         if timeout is not None:
             for comm in comms:
                 comm.set_timeout(timeout)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from asynccomm.cli.jobs import ProcessSocket, ProcessTree, doors_here, doors_in, jobs_of, listen
+from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.connection import Look, Tokens
 from asynccomm.control.transport.framing import MESSAGE_BYTES
 from asynccomm.control.transport.sockets import ListeningSockets, run_name
-from tests.control.channel_pairs import opened
 
 # -- finding and sorting ----------------------------------------------------------------------------------------------
 
@@ -110,10 +110,11 @@ async def test_stacks_that_are_too_long_are_left_out() -> None:
     """Else whoever asks would cost the rank its connection."""
     doors = [ListeningSockets(rank, f"talks-{os.getpid()}") for rank in range(2)]
     contacts, tokens = [each.contact for each in doors], Tokens.random()
-    channels = await asyncio.gather(*(opened(rank, contacts, tokens, doors[rank]) for rank in range(2)))
+    channels = await asyncio.gather(*(ControlChannel.open(rank, contacts, tokens, doors[rank]) for rank in range(2)))
     members = [Talker(), Talker()]
     try:
         for one, member in zip(channels, members, strict=True):
+            assert one is not None
             one.subscribe("key", member)
         found = ProcessSocket.of_name(contacts[0].local)
         assert found is not None
@@ -122,4 +123,5 @@ async def test_stacks_that_are_too_long_are_left_out() -> None:
         assert not any(member.lost for member in members)
     finally:
         for one in channels:
+            assert one is not None
             await one.aclose()

@@ -11,10 +11,8 @@ from asynccomm import AbortedError, BackendError, ClosedError, MemoryStore
 from asynccomm.backends.base import BackendContext, UnsuitableError
 from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.comm.connecting import connect_session
-from asynccomm.comm.session import Session
 from asynccomm.ops import Barrier
 from tests.comm.sessions import alone
-from tests.waiting import until
 
 
 class Unsuitable(LoopbackBackend):
@@ -57,30 +55,6 @@ async def test_a_backend_that_takes_too_long_is_named() -> None:
         await connect_session(session, {"slow": Slow}, 0.05)
     assert isinstance(session.error, (AbortedError, ClosedError))
     assert session.ended
-
-
-async def test_a_backend_is_closed_if_the_wait_for_the_control_channel_is_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    closed = []
-
-    class Noted(LoopbackBackend):
-        async def aclose(self) -> None:
-            closed.append(self)
-            await super().aclose()
-
-    async def never(self: Session) -> None:
-        await asyncio.get_running_loop().create_future()
-
-    monkeypatch.setattr(Session, "open_channel", never)
-    session = alone(MemoryStore())
-    connecting = asyncio.ensure_future(connect_session(session, {"noted": Noted}, 10))
-    await until(lambda: session.backend is not None)
-    connecting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await connecting
-    assert session.ended
-    assert closed == [session.submitter.backend]
 
 
 async def test_the_failure_of_a_parent_ends_connecting() -> None:

@@ -992,9 +992,6 @@ async def survive(rank: int, backend: str, victims: list[int], signal_number: in
 async def stop_idle(rank: int, victim: int) -> list[Any]:
     """One rank stops while nothing is under way; the others go on, and are gone when it continues."""
     comm = await new_comm("shm", timeout=20)
-    channel = comm._session.identity.job.channel
-    assert channel is not None
-    await channel.connected()  # else the others cannot say why they went on
     await comm.barrier()
     if rank != victim:
         new = await comm.shrink()

@@ -35,7 +35,6 @@ from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.comm.connecting import connect_session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import RankState
-from asynccomm.control.transport.topology import Topology
 from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Barrier, Recv
 from asynccomm.testing.local import loopback_world
@@ -57,42 +56,6 @@ def channel_of(comm: Comm) -> ControlChannel:
 
 
 # -- alone, with one rank and without a control channel
-
-
-async def test_a_control_channel_that_cannot_connect_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def problem(self: ControlChannel) -> bool:
-        return False
-
-    monkeypatch.setattr(ControlChannel, "connected", problem)
-    monkeypatch.setattr(Topology, "on_one_host", False)
-    async with new_comm("loopback", alone=True) as comm:
-        session = comm._session
-        assert session.identity.job.channel is session.reporter is None
-        assert not session.submitter.records_sites
-        with pytest.raises(RuntimeError, match="no control channel"):
-            await comm.diagnose()
-        await comm.all_reduce(torch.ones(2))
-    await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
-
-
-@pytest.mark.parametrize("hosts", [1, 2])
-async def test_ranks_on_one_host_do_not_wait_for_the_control_channel(
-    monkeypatch: pytest.MonkeyPatch, hosts: int
-) -> None:
-    asked: list[int] = []
-    connected = ControlChannel.connected
-
-    async def noted(self: ControlChannel) -> bool:
-        asked.append(self.rank)
-        return await connected(self)
-
-    monkeypatch.setattr(ControlChannel, "connected", noted)
-    monkeypatch.setattr(Topology, "on_one_host", hosts == 1)
-    store = MemoryStore()
-    comms = await asyncio.gather(*(new_comm("loopback", store=store, rank=rank, size=2) for rank in range(2)))
-    assert sorted(asked) == ([] if hosts == 1 else [0, 1])
-    await until(lambda: all(channel_of(comm)._opening.done() for comm in comms))  # it connects nevertheless
-    await asyncio.gather(*(comm.aclose() for comm in comms))
 
 
 async def test_a_failure_settles_works_aborts_the_backend_and_notifies_the_observer() -> None:

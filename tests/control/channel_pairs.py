@@ -18,7 +18,6 @@ from asynccomm.control.transport.connection import Tokens
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.thread import ControlThread
-from asynccomm.control.transport.topology import RankAddress
 
 from .unauthenticated import descriptors, names, until
 
@@ -52,13 +51,6 @@ class Member:
         return self.size, found
 
 
-async def opened(rank: int, contacts: Sequence[RankAddress], tokens: Tokens, doors: ListeningSockets) -> ControlChannel:
-    """An open channel."""
-    channel = ControlChannel.open(rank, contacts, tokens, doors)
-    assert await channel.connected()
-    return channel
-
-
 async def two_threads(monkeypatch: pytest.MonkeyPatch) -> tuple[ControlChannel, ControlChannel, ControlThread]:
     """Two channels on one host, the second on a thread of its own."""
     own = ControlThread()
@@ -69,10 +61,12 @@ async def two_threads(monkeypatch: pytest.MonkeyPatch) -> tuple[ControlChannel, 
 
     doors = doors_of("aa")
     contacts, tokens = [one.contact for one in doors], Tokens.random()
-    zero = await opened(0, contacts, tokens, doors[0])
+    zero = await ControlChannel.open(0, contacts, tokens, doors[0])
     with monkeypatch.context() as patch:
         patch.setattr(channel_module, "control_thread", thread_of_its_own)
-        one = await opened(1, contacts, tokens, doors[1])
+        one = await ControlChannel.open(1, contacts, tokens, doors[1])
+    assert zero is not None
+    assert one is not None
     return zero, one, own
 
 
@@ -113,7 +107,9 @@ async def job(hosts: str) -> AsyncIterator[Job]:
     doors = doors_of(hosts)
     contacts = [one.contact for one in doors]
     tokens = Tokens.random()
-    found = Job(await asyncio.gather(*(opened(rank, contacts, tokens, one) for rank, one in enumerate(doors))))
+    opened = await asyncio.gather(*(ControlChannel.open(rank, contacts, tokens, one) for rank, one in enumerate(doors)))
+    found = Job([channel for channel in opened if channel is not None])
+    assert len(found.channels) == len(hosts)
     try:
         yield found
     finally:

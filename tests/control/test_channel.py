@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 import threading
@@ -20,10 +19,9 @@ from asynccomm.control.transport.connection import Tokens
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.topology import RankAddress
-from asynccomm.control.uplink import Uplink
 from tests.sampling import some
 
-from .channel_pairs import HOSTS, Member, doors_of, job, opened, two_threads
+from .channel_pairs import HOSTS, doors_of, job, two_threads
 from .unauthenticated import descriptors, nothing_unclosed, until
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -129,11 +127,9 @@ async def test_who_cannot_reach_the_others_has_no_channel(
     monkeypatch.setattr(module, "ATTACH_SECONDS", 0.1)
     held = descriptors()
     doors = ListeningSockets(1, "run")
-    nobody = RankAddress(0, "elsewhere", 1, "asynccomm/nobody")
-    channel = ControlChannel.open(1, [nobody, doors.contact], Tokens.random(), doors)
-    assert not await channel.connected()
+    nobody = RankAddress(0, doors.contact.host, 1, "asynccomm/nobody")
+    assert await ControlChannel.open(1, [nobody, doors.contact], Tokens.random(), doors) is None
     assert "rank 1 has no control channel: rank 0 cannot be reached" in caplog.text
-    await channel.aclose()
     await until(lambda: descriptors() <= held, "all descriptors closed")
 
 
@@ -141,123 +137,18 @@ async def test_opening_can_be_cancelled() -> None:
     held = descriptors()
     doors = ListeningSockets(1, "run")
     nobody = RankAddress(0, doors.contact.host, 1, "asynccomm/nobody")
-    channel = ControlChannel.open(1, [nobody, doors.contact], Tokens.random(), doors)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await channel.connected()
-    await channel.aclose()
+            await ControlChannel.open(1, [nobody, doors.contact], Tokens.random(), doors)
     await until(lambda: descriptors() <= held, "all descriptors closed")
     await until(lambda: thread_module._thread is None, "the thread's end")
-
-
-async def test_a_cancelled_wait_for_the_connection_leaves_no_error_behind() -> None:
-    errors: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    root, doors = doors_of("aa")  # the root listens, and does not answer
-    channel = ControlChannel.open(1, [root.contact, doors.contact], Tokens.random(), doors)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await channel.connected()
-    await channel.aclose()
-    opening = channel._opening
-    assert opening is not None
-    await until(opening.done, "its end")
-    await asyncio.to_thread(channel._thread.join)
-    for _ in range(3):  # the loop passes the error on
-        await asyncio.sleep(0)
-    del opening, channel
-    gc.collect()
-    assert not errors
-    root.close()
-
-
-async def test_a_thread_that_ends_at_once_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    with nothing_unclosed():
-        doors = doors_of("ab")
-        thread, going = thread_module.ControlThread(), threading.Event()
-        monkeypatch.setattr(module, "control_thread", lambda: thread)
-        thread.call(going.wait)
-        channel = ControlChannel.open(0, [each.contact for each in doors], Tokens.random(), doors[0])
-        thread.loop.call_soon_threadsafe(thread.loop.stop)
-        going.set()
-        doors[1].close()
-        await asyncio.to_thread(thread.join)
-        assert not await channel.connected()
-        (late,) = doors_of("a")
-        with pytest.raises(RuntimeError, match="the control thread has ended"):
-            ControlChannel.open(0, [late.contact], Tokens.random(), late)
-
-
-async def test_a_channel_that_ends_before_it_has_begun_leaves_no_socket_open() -> None:
-    with nothing_unclosed():
-        (doors,) = doors_of("a")
-        thread, going = thread_module.control_thread(), threading.Event()
-        thread.call(going.wait)
-        channel = ControlChannel.open(0, [doors.contact], Tokens.random(), doors)
-        thread.call(channel._begin_closing)
-        going.set()
-        assert not await channel.connected()
-        thread.release()
-        await ended(channel)
-
-
-@pytest.mark.parametrize("way", ["soon", "told", "with a message"])
-async def test_a_channel_begins(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(module, "BEGIN_SECONDS", 0.01 if way == "soon" else 60)
-    doors = doors_of("aa")
-    contacts, tokens = [each.contact for each in doors], Tokens.random()
-    zero, one = (ControlChannel.open(rank, contacts, tokens, each) for rank, each in enumerate(doors))
-    heard = Member()
-    zero.subscribe("main", heard)
-    if way == "told":
-        one.begin()
-    elif way == "with a message":
-        one.broadcast("main", {"rank": 1})
-    if way != "soon":
-        await until(lambda: one._pulse is not None, "its beginning")
-        assert not one._opening.done()  # rank 0 has not begun
-        zero.begin()
-    await until(one._opening.done, "the connection")
-    assert await one.connected()
-    if way == "with a message":
-        await until(lambda: bool(heard.heard), "the message")
-    await asyncio.gather(zero.aclose(), one.aclose())
-
-
-async def test_a_rank_that_closes_before_it_has_begun_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEGIN_SECONDS", 60)
-    doors = doors_of("aa")
-    contacts, tokens = [each.contact for each in doors], Tokens.random()
-    zero, one = (ControlChannel.open(rank, contacts, tokens, each) for rank, each in enumerate(doors))
-    zero.begin()
-    await one.aclose()
-    await until(lambda: bool(zero.gone), "the leave")
-    assert zero.gone == {1: ""}
-    await zero.aclose()
-
-
-async def test_a_rank_that_closes_delivers_its_messages_once_it_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEGIN_SECONDS", 60)
-    monkeypatch.setattr(module, "LEAVE_ACK_SECONDS", 0.01)
-    doors = doors_of("aa")
-    contacts, tokens = [each.contact for each in doors], Tokens.random()
-    zero, one = (ControlChannel.open(rank, contacts, tokens, each) for rank, each in enumerate(doors))
-    heard = Member()
-    zero.subscribe("main", heard)
-    one.broadcast("main", {"rank": 1})
-    closing = asyncio.ensure_future(one.aclose())
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(closing), 0.05)
-    zero.begin()
-    await closing
-    await until(lambda: bool(heard.heard), "the message")
-    await zero.aclose()
 
 
 async def test_ranks_without_a_channel_are_left_out() -> None:
     doors = doors_of("aa")
     contacts = [doors[0].contact, replace(doors[1].contact, local="")]
-    channel = await opened(0, contacts, Tokens.random(), doors[0])
+    channel = await ControlChannel.open(0, contacts, Tokens.random(), doors[0])
+    assert channel is not None
     assert await asyncio.wrap_future(channel.request("main", [1], {}, 10)) == {}
     await channel.aclose()
     doors[1].close()
@@ -280,32 +171,11 @@ async def test_the_root_does_not_look_for_ranks_that_are_about_to_connect(monkey
 
 async def test_the_root_soon_misses_a_rank_that_never_connects() -> None:
     doors = doors_of("aa")
-    channel = await opened(0, [each.contact for each in doors], Tokens.random(), doors[0])
+    channel = await ControlChannel.open(0, [each.contact for each in doors], Tokens.random(), doors[0])
+    assert channel is not None
     doors[1].close()
     await until(lambda: channel.gone, "the loss")
     assert channel.gone == {1: "it does not listen any more"}
-    await channel.aclose()
-
-
-async def test_the_root_soon_misses_a_rank_that_goes_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It listened at the first checks, and the next heartbeat is far off."""
-    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 60.0)
-    monkeypatch.setattr(module, "FIRST_CHECK_SECONDS", 0.01)
-    checks = 0
-    check = Uplink.check_absent
-
-    def counted(self: Uplink) -> None:
-        nonlocal checks
-        checks += 1
-        check(self)
-
-    monkeypatch.setattr(Uplink, "check_absent", counted)
-    doors = doors_of("aa")
-    channel = await opened(0, [each.contact for each in doors], Tokens.random(), doors[0])
-    await until(lambda: checks > 3, "the first checks")
-    assert not channel.gone
-    doors[1].close()
-    await until(lambda: channel.gone, "the loss")
     await channel.aclose()
 
 
@@ -359,7 +229,9 @@ def test_nothing_is_logged_of_a_usual_life(caplog: pytest.LogCaptureFixture) -> 
 
 async def alone() -> ControlChannel:
     doors = doors_of("a")
-    return await opened(0, [doors[0].contact], Tokens.random(), doors[0])
+    channel = await ControlChannel.open(0, [doors[0].contact], Tokens.random(), doors[0])
+    assert channel is not None
+    return channel
 
 
 async def ended(channel: ControlChannel) -> None:
@@ -421,10 +293,19 @@ async def test_opening_can_be_cut_short_in_any_turn() -> None:
         for turns in range(12):
             doors = doors_of("aaa")
             contacts, tokens = [one.contact for one in doors], Tokens.random()
-            channels = [ControlChannel.open(rank, contacts, tokens, one) for rank, one in enumerate(doors)]
+            opening = [
+                asyncio.ensure_future(ControlChannel.open(rank, contacts, tokens, one))
+                for rank, one in enumerate(doors)
+            ]
             for _ in range(turns):
                 await asyncio.sleep(0.0002)
-            await asyncio.gather(*(channel.aclose() for channel in channels))
+            for task in opening:
+                task.cancel()
+            for done in await asyncio.gather(*opening, return_exceptions=True):
+                if isinstance(done, ControlChannel):
+                    await done.aclose()
+            for one in doors:
+                one.close()
             await until(lambda: not any(t.name == "asynccomm control" for t in threading.enumerate()), "the end")
 
 

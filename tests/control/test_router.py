@@ -64,18 +64,6 @@ def test_each_rank_reaches_each_other(hosts: str, seed: int) -> None:
 
 
 @given(HOSTS, st.integers(0, 1000))
-def test_messages_wait_for_ranks_that_have_not_connected_yet(hosts: str, seed: int) -> None:
-    tree = Tree(hosts, seed)
-    for one in tree.places:
-        for other in tree.places:
-            one.ask(other.rank, (one.rank, other.rank))
-        tree.settle(1)
-    tree.settle()
-    for other in tree.places:
-        assert sorted(other.asked()) == [(one.rank, other.rank) for one in tree.places]
-
-
-@given(HOSTS, st.integers(0, 1000))
 def test_what_is_for_all_reaches_all_in_one_order_from_the_very_beginning(hosts: str, seed: int) -> None:
     tree = Tree(hosts, seed)
     for rank in range(len(hosts)):
@@ -229,22 +217,6 @@ def test_who_has_not_come_to_a_new_root_is_silent() -> None:
     assert successor.is_root
     assert successor.silence(2) is not None
     assert 2 not in successor.gone
-
-
-def test_ranks_that_never_came_are_silent_too() -> None:
-    hosts = [RankAddress(rank, "here", rank, local="x") for rank in range(3)]
-    root, leaf = (module.Router(rank, Topology(hosts), lambda *_: None, lambda *_: None) for rank in (0, 2))
-    for router in (root, leaf):
-        assert [router.silence(rank) for rank in range(3)] == [None] * 3
-        router.expect_others()
-    assert [root.silence(rank) is None for rank in range(3)] == [True, False, False]
-    assert [leaf.silence(rank) is None for rank in range(3)] == [False, True, True]  # it connects to rank 0
-    leaf.expire_silent(60)
-    assert leaf.gone == {}
-    leaf.last_heard[0] -= 61
-    leaf.expire_silent(60)
-    assert list(leaf.gone) == [0]
-    assert leaf.silence(1) is not None  # which is the rank above now
 
 
 @examples(200)

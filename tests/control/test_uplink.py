@@ -14,7 +14,6 @@ import pytest
 
 from asynccomm.control import channel, uplink
 from asynccomm.control.router import Router
-from asynccomm.control.transport import connection
 from asynccomm.control.transport.connection import Connection, Tokens, end_connections
 from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.sockets import local_socket
@@ -124,22 +123,6 @@ async def test_who_begins_to_listen_is_waited_for() -> None:
         assert await here.uplink.wait_connected(10)
         assert here.router.gone == {}
         assert here.attached == 1
-
-
-async def test_a_rank_that_does_not_answer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process may be stopped; the system accepts its connections nevertheless."""
-    monkeypatch.setattr(connection, "SILENT_SECONDS", 0.02)
-    monkeypatch.setattr(uplink, "REACH_SECONDS", 0.05)
-    async with slope(2) as here:
-        here.listen(1)
-        sock = local_socket(here.contacts[0].local)
-        assert sock is not None
-        with sock:
-            assert not await here.uplink.wait_connected(0.2)
-            assert here.router.gone == {}
-            here.router.declare_lost(0, "the others go on without it")
-            assert await here.uplink.wait_connected(10)
-            assert [who for who, _ in here.welcomed] == [2]
 
 
 async def test_who_cannot_be_reached_for_long_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from asynccomm.backends.shm.progress_thread import shared_thread
 from asynccomm.comm import bootstrap, connecting
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
-from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport import connection
 from asynccomm.control.transport.connection import Connection
@@ -111,10 +110,6 @@ class Part:
         _CHANNELS.set(self._channels)
         try:
             comm = await self._made(make)
-            if case.fault == "cut":  # there is nothing to cut before
-                channel = comm._session.identity.job.channel
-                assert channel is not None
-                await channel.connected()
         except (Exception, asyncio.CancelledError) as exc:
             self._note(exc)
             return self.report()
@@ -346,7 +341,9 @@ class Part:
             return await make()
         task = asyncio.current_task()
         assert task is not None
-        strike_at(case.detail, lambda: self._strike(None, task), 0.01 * case.delay)
+        # a rank that stops once it has mapped the memory is missed only by the first operation
+        delay = 0.0 if case.fault == "stop" else 0.01 * case.delay
+        strike_at(case.detail, lambda: self._strike(None, task), delay)
         return await make()
 
     @contextlib.contextmanager
@@ -552,9 +549,10 @@ def keep_channels() -> None:
     """From now on, each task that has set ``_CHANNELS`` finds the control channels that it opens there."""
     open_channel = bootstrap._open_channel
 
-    def open_and_keep(*args: Any) -> ControlChannel:
-        channel = open_channel(*args)
-        _CHANNELS.get().append(channel)
+    async def open_and_keep(*args: Any) -> ControlChannel | None:
+        channel = await open_channel(*args)
+        if channel is not None:
+            _CHANNELS.get().append(channel)
         return channel
 
     bootstrap._open_channel = open_and_keep
@@ -590,21 +588,13 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
                 late.cancel()
                 strike()
 
-    async def connect_after(session: Session, *args: Any) -> None:
-        if _IS_VICTIM.get():
-            channel = session.identity.job.channel
-            assert channel is not None
-            await channel.connected()
-            strike()
-        await connect_first(session, *args)
-
     match point:
         case "meeting":
             bootstrap.handshake = wrapped(bootstrap.handshake, after=False)
         case "met":
             bootstrap.handshake = wrapped(bootstrap.handshake, after=True)
         case "attached":
-            connecting._connect_first = connect_after
+            bootstrap._open_channel = wrapped(bootstrap._open_channel, after=True)
         case _:
             connecting._connect_first = connect_while
 

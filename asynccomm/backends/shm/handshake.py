@@ -376,9 +376,9 @@ class PeerSide:
     async def _connect_once(self, rank: int, address: Address) -> bool:
         """Connect once; returns whether rank 0 has replied. Raises: OSError if the reply is a rejection."""
         await connect_in_turn(self._sock, f"\0{address.name}")
+        self._line = FdSocket(self._sock, self._receive)
         if (user := peer_user(self._sock)) != os.geteuid():
             raise PermissionError(errno.EPERM, f"it runs as user {user}, this rank as user {os.geteuid()}")
-        self._line = FdSocket(self._sock, self._receive)
         try:
             await self._line.send(HELLO.pack(bytes.fromhex(address.ask), rank), self._mine)
         except OSError as exc:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Self, TypeAlias, final
 
 from msgspec import Meta
 
-from asynccomm.control.timing import REACH_SECONDS, SILENT_SECONDS
+from asynccomm.control.timing import REACH_SECONDS
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
 from asynccomm.control.transport.schema import JsonObject, Message, MessageError, TaggedMessage, decode
 from asynccomm.control.transport.sockets import connect_in_turn, peer_user
@@ -52,7 +52,7 @@ class Tokens(Message, frozen=True):
 
     @property
     def secret(self) -> bytes:
-        """32 bytes that only the ranks of the job know, for other secrets that follow from it."""
+        """32 bytes that follow from both tokens, for names and tokens that the ranks derive."""
         return hashlib.sha256(f"{self.ask}/{self.answer}".encode()).digest()
 
     def __repr__(self) -> str:
@@ -65,10 +65,6 @@ class Tokens(Message, frozen=True):
     def may_answer(self, token: str) -> bool:
         """Whether ``token`` proves that a peer may listen."""
         return _same(token, self.answer)
-
-
-class NoAnswerError(OSError):
-    """The system of a rank has accepted the connection, and the rank does not answer: its process may be stopped."""
 
 
 @final
@@ -219,14 +215,13 @@ async def connect(
     Args:
         local: whether the rank is on this host; then its local socket is tried before its TCP port.
 
-    Raises: OSError: the rank cannot be reached; PermissionError, with the peer's reason: the rank refuses this rank;
-    NoAnswerError.
+    Raises: OSError: the rank cannot be reached; PermissionError, with the peer's reason: the rank refuses this rank.
     """
     problem: OSError | None = None
     if local and contact.local:
         try:
             return await _connect(f"\0{contact.local}", tokens, who, received, ended)
-        except (PermissionError, NoAnswerError):
+        except PermissionError:
             raise
         except OSError as exc:
             problem = exc
@@ -280,11 +275,7 @@ async def _connect(
             async with asyncio.timeout(REACH_SECONDS):  # the system's own limit is about two minutes
                 await loop.create_connection(lambda: connection, *address)
         connection.send(Hello(tokens.ask, who))
-        try:
-            async with asyncio.timeout(SILENT_SECONDS):
-                await answer
-        except TimeoutError:
-            raise NoAnswerError(errno.ETIMEDOUT, f"no answer within {SILENT_SECONDS:g} s") from None
+        await answer
         return connection
     except BaseException as exc:
         answer.cancel()

@@ -48,7 +48,7 @@ class Listener:
         look: Callable[[Connection, Look], object],
         expected: int = 0,
     ) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None  #: None before the first ``hold``
+        self.loop: asyncio.AbstractEventLoop | None = None  #: None before the first ``listen``
         self._tokens = tokens
         self._refusal = refusal
         self._welcome = welcome
@@ -58,22 +58,13 @@ class Listener:
         self.admission: Admission[Connection] = Admission("the control channel", _drop, expected)
         self._closed = False
 
-    def hold(self, sock: socket.socket) -> None:
-        """Own ``sock``, on which ``listen`` accepts connections."""
+    def listen(self, sock: socket.socket) -> None:
+        """Accept connections on ``sock``, which the listener then owns."""
         self.loop = asyncio.get_running_loop()
         sock.setblocking(False)
         self._socks.append(sock)
         _listening.add(self)
-        if self._closed:
-            self._close_sockets()
-
-    def listen(self, *socks: socket.socket) -> None:
-        """Accept connections on ``socks``, which the listener then owns, and on those that it holds. Idempotent."""
-        for sock in socks:
-            self.hold(sock)
-        for sock in self._socks:
-            assert self.loop is not None
-            self.loop.add_reader(sock.fileno(), self._take, sock)
+        self.loop.add_reader(sock.fileno(), self._take, sock)
 
     def _take(self, sock: socket.socket) -> None:
         assert self.loop is not None
@@ -148,19 +139,15 @@ class Listener:
         if self._closed:
             return
         self._closed = True
-        self._close_sockets()
-        for connection in list(self.admission.waiting):
-            self.admission.remove(connection)
-            connection.close()
-        self.admission.log_refusals()
-
-    def _close_sockets(self) -> None:
         _listening.discard(self)
         for sock in self._socks:
             assert self.loop is not None
             self.loop.remove_reader(sock.fileno())
             sock.close()
-        self._socks.clear()
+        for connection in list(self.admission.waiting):
+            self.admission.remove(connection)
+            connection.close()
+        self.admission.log_refusals()
 
 
 def end_listening() -> None:

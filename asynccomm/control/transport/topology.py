@@ -47,11 +47,6 @@ class Topology:
         for rank in self._ranks:
             self._hosts.setdefault(self.contacts[rank].host, []).append(rank)
 
-    @property
-    def on_one_host(self) -> bool:
-        """Whether all ranks are on one host."""
-        return len(self._hosts) == 1
-
     def root(self, gone: Collection[int], beyond: int = -1) -> int:
         """The root of the tree, if no rank up to ``beyond`` is. Raises: ValueError: all ranks are gone."""
         for at in range(bisect_right(self._ranks, beyond), len(self._ranks)):

@@ -314,6 +314,14 @@ async def test_a_rank_that_declines_where_ranks_share_a_secret(world_of: Callabl
     all_unsuitable(outcomes, f"comm 'test': rank {rank} cannot share memory: no")
 
 
+async def test_a_rank_0_of_another_user(world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "peer_user", lambda sock: 12345)
+    world = world_of(2)
+    outcomes = await asyncio.gather(*map(world.joining, world.trusting()), return_exceptions=True)
+    reason = "rank 1 on host 'here' cannot reach rank 0 on host 'here' by a local socket: it runs as user 12345, "
+    all_unsuitable(outcomes, f"comm 'test': {reason}this rank as user {os.geteuid()}")
+
+
 # -- between mapping and verdict --------------------------------------------------------------------------------------
 
 

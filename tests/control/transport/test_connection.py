@@ -25,6 +25,13 @@ from tests.control.unauthenticated import descriptors, nothing_unclosed, until
 from tests.sampling import some
 
 
+def test_the_secret_of_a_job_follows_from_its_tokens() -> None:
+    one = Tokens("ask", "answer")
+    assert one.secret == Tokens("ask", "answer").secret
+    assert len({one.secret, Tokens("ask", "other").secret, Tokens("other", "answer").secret}) == 3
+    assert len(one.secret) == 32
+
+
 async def test_who_knows_the_token_is_let_in_and_heard(door: Door) -> None:
     guest = Guest()
     connection = await guest.connect(door.contact)

@@ -17,8 +17,6 @@ from asynccomm.control.transport import connection as connection_module
 from asynccomm.control.transport.connection import Hello, Look, Tokens
 from asynccomm.control.transport.framing import HELLO_BYTES, Decoder, encode
 from asynccomm.control.transport.listener import Listener, end_listening
-from asynccomm.control.transport.sockets import tcp_socket
-from asynccomm.control.transport.topology import RankAddress
 from tests.control.fake_listener import Door, Guest, refused, stranger
 from tests.control.unauthenticated import descriptors, nothing_unclosed, until
 from tests.sampling import some
@@ -84,27 +82,6 @@ async def test_refusals_are_logged_once_and_counted(door: Door, caplog: pytest.L
         door.listener.close()
     (last,) = caplog.records[1:]
     assert last.getMessage().startswith("the control channel refused 5 connections: 3 with a wrong token, ")
-
-
-async def test_connections_wait_until_a_held_socket_is_listened_on(door: Door) -> None:
-    sock = tcp_socket("127.0.0.1")
-    contact = RankAddress(0, "here", os.getpid(), "", "127.0.0.1", sock.getsockname()[1])
-    door.listener.hold(sock)
-    coming = asyncio.ensure_future(Guest().connect(contact))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(coming), 0.05)
-    door.listener.listen()
-    door.listener.listen()  # idempotent
-    await coming
-    assert [who for who, _ in door.welcomed] == [7]
-
-
-async def test_a_closed_listener_closes_what_it_is_to_hold(door: Door) -> None:
-    door.listener.close()
-    sock = tcp_socket("127.0.0.1")
-    door.listener.hold(sock)
-    assert sock.fileno() == -1
-    door.listener.listen()
 
 
 async def test_who_changes_its_mind_is_not_counted(door: Door, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,12 +31,6 @@ def test_a_tree_over_three_hosts() -> None:
     assert [tree.above(rank, ()) for rank in range(6)] == [None, 0, 0, 0, 1, 2]
 
 
-def test_ranks_on_one_host() -> None:
-    assert topology("aaa").on_one_host
-    assert topology("aba", "-x").on_one_host  # rank 1 has no channel
-    assert not topology("aab").on_one_host
-
-
 def test_the_next_lowest_takes_over() -> None:
     tree = topology("aabb")
     assert [tree.above(rank, {0}) for rank in (1, 2, 3)] == [None, 1, 2]
