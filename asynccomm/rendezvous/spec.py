@@ -213,7 +213,7 @@ def _host(place: RendezvousSpec) -> StoreServer:
             local = place.host == "localhost" or place.host.startswith("127.") or place.host == "::1"
             # other hosts may resolve the name to another interface than this host: listen on all, unless it is loopback
             try:
-                hosted = serve(place.host, listen(place.host if local else "", place.port))
+                hosted = serve(place.host, listen(place.host if local else "", place.port), shared=True)
             except RendezvousError:
                 if not _torch_hosts(place.port):
                     raise

@@ -70,11 +70,12 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(host: str, listening: socket.socket) -> StoreServer:
+def serve(host: str, listening: socket.socket, *, shared: bool = False) -> StoreServer:
     """Start a server that takes over the socket ``listening`` (see :func:`listen`); blocks for some milliseconds.
 
     Args:
         host: the name under which other processes reach the server.
+        shared: whether ``init_process_group`` of this process, at the same port, uses this server.
 
     Raises: RendezvousError.
     """
@@ -88,7 +89,7 @@ def serve(host: str, listening: socket.socket) -> StoreServer:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
-            multi_tenant=True,  # init_process_group of this process uses this server
+            multi_tenant=shared,
             timeout=timedelta(seconds=30),
         )
     except RuntimeError as exc:
@@ -97,7 +98,7 @@ def serve(host: str, listening: socket.socket) -> StoreServer:
 
 
 def share(host: str, port: int) -> StoreServer:
-    """The server that torch has started in this process, for ``init_process_group``. Raises: RendezvousError."""
+    """The server at ``port`` that ``init_process_group`` has started in this process. Raises: RendezvousError."""
     try:
         server = dist.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=30)
