@@ -109,10 +109,10 @@ def choice(
     """
     where = device_of(device)
     backends = {candidate: load_backend(candidate, where) for candidate in candidates(backend, where)}
-    if hints is None:
-        return where, backends, {}
-    known = {key: text for each in backends.values() for key, text in each.hints.items()}
-    checked = check_hints(hints, known, backend)
+    checked: dict[str, str] = {}
+    if hints is not None:
+        known = {key: text for each in backends.values() for key, text in each.hints.items()}
+        checked = check_hints(hints, known, backend)
     for each in backends.values():
         each.check_hints(own_hints(each, checked))
     return where, backends, checked

@@ -361,6 +361,20 @@ def auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_AUTO", {"cpu": ("first", "second")})
 
 
+@pytest.mark.usefixtures("auto")
+def test_a_backend_may_require_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked also where the caller gives no hints at all."""
+
+    def required(hints: Mapping[str, str]) -> None:
+        if "only_second" not in hints:
+            raise ValueError("hint 'only_second' is required")
+
+    monkeypatch.setattr(Second, "check_hints", required)
+    for hints in (None, {}):
+        with pytest.raises(ValueError, match="hint 'only_second' is required"):
+            new_comm("auto", store=MemoryStore(), rank=0, size=1, hints=hints)
+
+
 async def pair(backend: str = "auto", hints: Mapping[str, str] | None = None) -> list[Comm]:
     store = MemoryStore()
     return await asyncio.gather(

@@ -342,7 +342,7 @@ class Part:
         task = asyncio.current_task()
         assert task is not None
         # a rank that stops once it has mapped the memory is missed only by the first operation
-        delay = 0.0 if case.fault == "stop" else 0.01 * case.delay
+        delay = 0.0 if case.fault == "stop" and case.backend == "shm" else 0.01 * case.delay
         strike_at(case.detail, lambda: self._strike(None, task), delay)
         return await make()
 

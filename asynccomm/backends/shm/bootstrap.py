@@ -141,22 +141,25 @@ async def bootstrap_segment(
             assert side.segment is not None
             ours.close_one(there)  # the peers have duplicates, and a rank does not watch itself
             handed[rank] = (*bells, -1) if arena is None else (*bells, -1, arena)
-            made.append(
-                PeerMapping(
-                    segment=side.segment,
-                    bells=[(handed[r][0], handed[r][1]) for r in range(size)],
-                    liveness_fds=[handed[r][2] for r in range(size)],
-                    liveness_fd=liveness_fd,
-                    arenas=[] if arena is None else [handed[r][3] for r in range(size)],
-                    descriptors=ours,
-                )
-            )
+            made.append(_mapping_of(side.segment, [handed[r] for r in range(size)], liveness_fd, ours))
             if on_mapped is not None:
                 on_mapped(made[0])
             if problem := await side.verdict():
                 raise UnsuitableError(f"comm {context.group.name!r}: {problem}")
         unless_shared.pop_all()
     return made[0]
+
+
+def _mapping_of(segment: Segment, handed: Sequence[Handed], liveness_fd: int, ours: FdBag) -> PeerMapping:
+    """The mapping of a rank, from the descriptors of all ranks in order."""
+    return PeerMapping(
+        segment=segment,
+        bells=[(loop, worker) for loop, worker, *_ in handed],
+        liveness_fds=[each[2] for each in handed],
+        liveness_fd=liveness_fd,
+        arenas=[each[3] for each in handed if len(each) > 3],
+        descriptors=ours,
+    )
 
 
 async def _accept_peers(

@@ -229,11 +229,15 @@ class Loudspeaker:
         return str(await asyncio.shield(self.text))
 
 
-async def test_ranks_that_hear_announcements_need_no_store(
-    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def late_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written to the store during a test."""
     monkeypatch.setattr("asynccomm.backends.base.SOON_SECONDS", 60)
     monkeypatch.setattr(bootstrap, "SOON_SECONDS", 60)
+
+
+@pytest.mark.usefixtures("late_store")
+async def test_ranks_that_hear_announcements_need_no_store(world_of: Callable[[int], World]) -> None:
     world = world_of(3)
     speaker = Loudspeaker()
     contexts = [dataclasses.replace(context_of(NoStore(), rank, 3), announcements=speaker) for rank in range(3)]
@@ -270,11 +274,8 @@ async def test_late_ranks_hear_the_address_that_they_could_derive(world_of: Call
     all_unsuitable(outcomes, "comm 'test': hint 'chunk_bytes' differs: rank 0 has 4096, rank 2 has 8192")
 
 
-async def test_ranks_of_other_networks_hear_the_announcement_at_once(
-    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asynccomm.backends.base.SOON_SECONDS", 60)
-    monkeypatch.setattr(bootstrap, "SOON_SECONDS", 60)
+@pytest.mark.usefixtures("late_store")
+async def test_ranks_of_other_networks_hear_the_announcement_at_once(world_of: Callable[[int], World]) -> None:
     world = world_of(3)
     speaker = Loudspeaker()
     contexts = [
