@@ -8,10 +8,8 @@ Another package adds a backend with an entry point::
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import cast
 
 import torch
 
@@ -38,7 +36,8 @@ def candidates(name: str, device: torch.device) -> tuple[str, ...]:
 def load_backend(name: str, device: torch.device) -> type[Backend]:
     """The class of backend ``name``. Raises ``ValueError`` if it is unknown or does not support ``device``."""
     if name in BUILTIN:
-        backend = _builtin(name)
+        module, attribute = BUILTIN[name]
+        backend = getattr(import_module(module), attribute)
     else:
         found = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
         if not found:
@@ -49,9 +48,3 @@ def load_backend(name: str, device: torch.device) -> type[Backend]:
     if device.type not in backend.devices:
         raise ValueError(f"backend {name!r} takes tensors on {sorted(backend.devices)}, not on device {device}")
     return backend
-
-
-@cache
-def _builtin(name: str) -> type[Backend]:
-    module, attribute = BUILTIN[name]
-    return cast(type[Backend], getattr(import_module(module), attribute))
