@@ -7,8 +7,9 @@ done. Operations that share memory wait for each other (``hazard_tracker.py``). 
 messages (``payload_collectives.py``), for which a thread waits, as they have no future. Sends and receives use sockets
 of their own (``p2p.py``).
 
-There are three gloo groups. Frames have a group of their own. With one thread, a group is up to twice as fast for small
-collectives; from 16 MiB on, a group with torch's default of two threads is faster by a tenth.
+There are two gloo groups, of one thread each: one for frames, and one for windows and small transfers. Where no sockets
+of our own move the data, a third group moves long data: with torch's default of two threads it is faster by a tenth
+from 16 MiB on, and up to two times slower for small collectives.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, final
 
@@ -133,7 +135,6 @@ class GlooBackend(Backend):
         address = await _address(context)
         # the caller enforces the timeout
         store = TorchStoreView(context.store.prefix("gloo"), asyncio.get_running_loop(), math.inf)
-        threads = {"frames": 1, "small": 1, "large": int(hints.get("gloo_threads", GLOO_THREADS))}
 
         def make(name: str, count: int) -> GlooGroup:
             try:
@@ -150,17 +151,22 @@ class GlooBackend(Backend):
                 error = f"gloo could not connect rank {group.rank} of comm {group.name!r} at {address} on host {host!r}"
                 raise BackendError(f"{error}: {str(exc).strip()}{_unreachable(members)}") from _bare(exc)
 
-        # a separate thread limiter: these threads wait for store requests, which may need threads themselves
-        limiter = anyio.CapacityLimiter(len(threads))
-        making = [
-            anyio.to_thread.run_sync(make, name, count, abandon_on_cancel=True, limiter=limiter)
-            for name, count in threads.items()
-        ]
-        # threads may be waiting for the store, and the process cannot end before they do
-        backend = cls(context, GlooGroups(*await _all_made(making, store.end)))
+        def made(threads: Mapping[str, int]) -> Awaitable[list[GlooGroup]]:
+            # a separate thread limiter: these threads wait for store requests, which may need threads themselves
+            limiter = anyio.CapacityLimiter(len(threads))
+            making = [
+                anyio.to_thread.run_sync(make, name, count, abandon_on_cancel=True, limiter=limiter)
+                for name, count in threads.items()
+            ]
+            # threads may be waiting for the store, and the process cannot end before they do
+            return _all_made(making, store.end)
+
+        backend = cls(context, GlooGroups(*await made({"frames": 1, "small": 1})))
         try:
             if group.size > 1:
                 await backend._open_messages(context, address)
+                if not backend._streams:
+                    backend._use_large(*await made({"large": int(hints.get("gloo_threads", GLOO_THREADS))}))
             await context.all_connected()
         except BaseException:
             await shielded(backend.aclose())
@@ -188,6 +194,12 @@ class GlooBackend(Backend):
             name = f"asynccomm-gloo-{self._name}-streams"
             self._streams = [StreamGroup(rank, size, each, name) for each in sockets]
             self.collectives.use(TransferGroups(*self._streams))
+
+    def _use_large(self, large: GlooGroup) -> None:
+        """Move long data by a group of gloo's, as there are no streams."""
+        assert self._gloos is not None, "connected on a closed backend"
+        self._gloos = self._gloos._replace(large=large)
+        self.collectives.use(self._gloos.transfers)
 
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
@@ -295,11 +307,12 @@ class GlooBackend(Backend):
             self._windows.end()
             self._windows = None
         self.collectives.close(CLOSE_SECONDS)
-        gloos, self._gloos = [self._gloos], None
-        _let_go(*gloos)
-        # dropping the last reference ends gloo's threads; one in fifty aborted groups has a thread that nothing can
-        # wake
-        if not in_background("asynccomm-gloo-end", gloos.clear).join(END_SECONDS):
+        gloos, self._gloos = _let_go(self._gloos), None
+        # dropping the last reference ends gloo's threads, which takes 20 ms; one in fifty aborted groups has a thread
+        # that nothing can wake
+        ending = [in_background("asynccomm-gloo-end", group.clear) for group in gloos]
+        until = time.monotonic() + END_SECONDS
+        if not all(each.join(max(0.0, until - time.monotonic())) for each in ending):
             _log.warning("a thread of gloo is stuck in an operation that was aborted; it is left behind")
 
     def _close_messages(self) -> None:
@@ -332,7 +345,7 @@ class GlooBackend(Backend):
             self._p2p.drop()
             for streams in self._streams:
                 streams.abort()
-            for gloo in self._gloos:
+            for gloo in self._gloos.made:
                 gloo.poison()
 
 
@@ -369,9 +382,12 @@ def _unreachable(members: Sequence[RankInfo]) -> str:
     return f"; if the other hosts cannot reach that address, {advice()}" if several_networks(members) else ""
 
 
-def _let_go(gloos: GlooGroups | None) -> None:
-    for gloo in gloos or ():
+def _let_go(gloos: GlooGroups | None) -> list[list[GlooGroup]]:
+    """The groups without their messages in flight, each in a list that can drop it."""
+    made = [] if gloos is None else gloos.made
+    for gloo in made:
         gloo.let_go()
+    return [[gloo] for gloo in made]
 
 
 def _bare(exc: T) -> T:

@@ -180,9 +180,14 @@ class GlooGroups(NamedTuple):
 
     frames: GlooGroup
     small: GlooGroup
-    large: GlooGroup
+    large: GlooGroup | None = None  #: None: streams move all data, or there is only one rank
+
+    @property
+    def made(self) -> list[GlooGroup]:
+        """The groups that there are."""
+        return [group for group in self if group is not None]
 
     @property
     def transfers(self) -> TransferGroups:
         """The groups that move data."""
-        return TransferGroups(self.small, self.large)
+        return TransferGroups(self.small, self.large or self.small)

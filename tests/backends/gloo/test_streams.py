@@ -18,7 +18,9 @@ from torch import Tensor
 
 from asynccomm import AbortedError, BrokenError, Comm, ReduceOp, new_comm
 from asynccomm.backends.gloo import streams
+from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
+from asynccomm.backends.gloo.groups import TransferGroups
 from asynccomm.backends.gloo.streams import StreamGroup, StreamSockets, StreamWork
 from asynccomm.testing.conformance.data import reduced
 from tests.sampling import some
@@ -391,7 +393,11 @@ def moves(comm: Comm) -> list[object]:
 async def test_long_collectives_use_the_streams() -> None:
     async with new_comm("gloo", name="long") as comm:
         seen = moves(comm)
-        assert not comm.unsafe_get_backend()._streams[0]._sockets._all()  # type: ignore[attr-defined]
+        backend = comm.unsafe_get_backend()
+        assert isinstance(backend, GlooBackend)
+        assert not backend._streams[0]._sockets._all()
+        assert backend._gloos is not None
+        assert backend._gloos.large is None
         tensors = [torch.full((n,), float(comm.rank)) for n in (300_000, 2_000_000)]
         for tensor in tensors:
             await comm.all_reduce(tensor)
@@ -409,10 +415,15 @@ async def test_one_rank_without_streams_leaves_all_to_gloo(without: str, monkeyp
         monkeypatch.setattr("asynccomm.backends.gloo.backend.available", lambda: False)
     hints = {"streams": "0"} if without == "hint" and rank == 0 else {}
     async with new_comm("gloo", name="mixed", hints=hints) as comm:
-        assert not comm.unsafe_get_backend()._streams  # type: ignore[attr-defined]
-        tensor = torch.full((300_000,), float(comm.rank))
-        await comm.all_reduce(tensor)
-        assert tensor.eq(1).all()
+        backend = comm.unsafe_get_backend()
+        assert isinstance(backend, GlooBackend)
+        assert not backend._streams
+        assert backend._gloos is not None
+        assert backend.collectives._groups == TransferGroups(backend._gloos.small, backend._gloos.large)
+        for n in (300_000, 1_500_000):
+            tensor = torch.full((n,), float(comm.rank))
+            await comm.all_reduce(tensor)
+            assert tensor.eq(1).all()
 
 
 def laid_out(values: Tensor, layout: str) -> tuple[Tensor, Tensor]:
