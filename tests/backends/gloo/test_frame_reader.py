@@ -78,6 +78,36 @@ def test_frames_of_all_sources_are_received(peers: Peers) -> None:
     assert not frames.holds
 
 
+def test_a_frame_that_comes_byte_by_byte_does_not_hold_up_its_reader_to_the_end(peers: Peers) -> None:
+    """Each byte prolongs the wait, though not for ever: the reader may be an event loop."""
+    frames = reader(1)
+    over = threading.Event()
+    whole = framed(bytes(400_000))
+    sent = 0
+
+    def drip() -> None:
+        nonlocal sent
+        while not over.is_set() and sent < len(whole):
+            sent += peers.there[0].send(whole[sent : sent + 1])
+            while unread(peers.fds[0]) and not over.is_set():
+                os.sched_yield()
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        assert frames.receive(peers.fds[:1], LONGEST, 0.05) == LATE
+    finally:
+        over.set()
+        dripping.join()
+    assert sent < len(whole)
+    peers.there[0].setblocking(True)
+    sending = threading.Thread(target=peers.there[0].sendall, args=(whole[sent:],))
+    sending.start()
+    assert frames.receive(peers.fds[:1], LONGEST, SECONDS) == ALL
+    sending.join()
+    assert [*frames.frames()] == [bytes(400_000)]
+
+
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 SHORT_AND_LONG = (0, 1, 64, 4064, 4065, 64 << 10)
