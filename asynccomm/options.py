@@ -56,6 +56,18 @@ def check_name(name: object) -> None:
         raise ValueError(f"name must be a str that UTF-8 can encode, got {name!r}") from exc
 
 
+def check_expect(expect: object) -> None:
+    """Raise TypeError unless the argument ``expect`` is None or a class that isinstance() can check."""
+    if expect is None:
+        return
+    if not isinstance(expect, type):
+        raise TypeError(f"expect must be a class, got {expect!r}")
+    try:
+        isinstance(None, expect)
+    except TypeError as exc:
+        raise TypeError(f"expect must be a class that isinstance() can check, got {expect!r}: {exc}") from None
+
+
 def check_hints(hints: Mapping[str, str] | None, known: Mapping[str, str], backend: str) -> dict[str, str]:
     """``hints`` as a dict of strings, without keys unknown to ``backend``, which are logged."""
     if hints is None:

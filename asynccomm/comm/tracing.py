@@ -71,7 +71,11 @@ class TraceScope:
     async def __aenter__(self) -> Self:
         self.__enter__()
         assert self._measuring is not None
-        await asyncio.shield(self._measuring)
+        try:
+            await asyncio.shield(self._measuring)
+        except BaseException:  # cancelled: there will be no __aexit__
+            self._end()
+            raise
         return self
 
     async def __aexit__(

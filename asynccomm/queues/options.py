@@ -11,7 +11,7 @@ from msgspec import Meta
 from asynccomm.control.transport.connection import Token
 from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
 from asynccomm.ops.validation import as_index
-from asynccomm.options import seconds
+from asynccomm.options import check_expect, seconds
 
 CAPACITY: Final = 8 << 20  # bytes
 MOST_CAPACITY: Final = 1 << 40
@@ -62,8 +62,7 @@ class QueueOptions:
         if not isinstance(self.weights_only, bool):
             raise TypeError(f"weights_only must be True or False, got {self.weights_only!r}")
         seconds("busy_poll", self.busy_poll, 0.0)
-        if self.expect is not None and not isinstance(self.expect, type):
-            raise TypeError(f"expect must be a class, got {self.expect!r}")
+        check_expect(self.expect)
 
 
 @final

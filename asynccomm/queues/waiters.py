@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,14 @@ class Waiters:
     Args:
         attempt: one try to make progress; None: it has to wait.
         arm: asks the other side for a wake-up; False: there is something to do already.
+        abandoned: called on the loop after a wait that ended without a result: it was cancelled, or its time was over.
     """
 
-    def __init__(self, arm: Callable[[], bool]) -> None:
+    def __init__(self, arm: Callable[[], bool], abandoned: Callable[[], object] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.streak = Streak()
         self._arm = arm
+        self._abandoned = abandoned
         self._waiting: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
@@ -56,6 +59,10 @@ class Waiters:
                     await future
                 else:
                     await asyncio.sleep(0)
+            except BaseException:
+                if self._abandoned is not None:
+                    self.loop.call_soon(self._abandoned)
+                raise
             finally:
                 self._remove(waiter)
         return result
@@ -85,6 +92,9 @@ class Waiters:
             left = end - time.monotonic()
             if left <= 0 or not event.wait(min(left, threading.TIMEOUT_MAX)):
                 self._remove(event.set)
+                if self._abandoned is not None:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        self.loop.call_soon_threadsafe(self._abandoned)
                 raise TimeoutError(f"{name}_sync() was not done within {timeout:g} s")
         return result
 

@@ -65,7 +65,7 @@ class WritingEnd:
 
     def __init__(self, segment: Segment, ring: int, drops: bool, options: QueueOptions) -> None:
         self.targets: dict[int, Target] = {}  #: by slot
-        self.waiters: Waiters = Waiters(self._arm)
+        self.waiters: Waiters = Waiters(self._arm, self.pump)
         self._arrivals = Waiters(lambda: self._error is None)  #: waits for readers
         self._segment, self._words, self._ring, self._drops = segment, segment.words, ring, drops
         self._options = options
@@ -239,7 +239,7 @@ class WritingEnd:
         return done or moved > 0
 
     def pump(self) -> None:
-        """A reader has made room, or has gone. On the loop."""
+        """Go on with the waiting items: a reader has made room or has gone, or a wait was abandoned. On the loop."""
         self.waiters.wake()
         with self._lock:
             if self._pending and self._error is None:  # puts with abandoned waits

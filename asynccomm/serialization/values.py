@@ -199,9 +199,7 @@ class _Flattening:
         if isinstance(obj, enum.Enum):
             known = kind.__members__.get(obj._name_) is obj  # type: ignore[attr-defined]
             return "member", name, obj._name_ if known else obj._value_
-        if isinstance(obj, tuple):
-            return "named tuple", name, self._all(obj)
-        fields = [field.name for field in dataclasses.fields(obj)]
+        fields = [] if isinstance(obj, tuple) else [field.name for field in dataclasses.fields(obj)]
         extra = [
             attribute
             for attribute in getattr(obj, "__dict__", {}).keys() - fields
@@ -209,6 +207,8 @@ class _Flattening:
         ]
         if extra:
             raise ValueError(f"a {name} has attributes beside its fields, which would be lost: {sorted(extra)}")
+        if isinstance(obj, tuple):
+            return "named tuple", name, self._all(obj)
         return "dataclass", name, fields, self._all([getattr(obj, field) for field in fields])
 
     def fill(self, number: int, obj: Any) -> None:

@@ -188,7 +188,7 @@ class Publisher(Handle):
 
         Args:
             version: above the last one; the same on all trainers. None: the last one plus 1.
-            info: a JSON value for the servers; that of rank 0 counts.
+            info: a JSON value for the servers, for which a tuple is a list; that of rank 0 counts.
 
         Raises:
             ValueError, TypeError: wrong ``version`` or ``info``; the state has other tensors than it had at first.
@@ -202,8 +202,11 @@ class Publisher(Handle):
             raise TypeError(f"version must be an integer, got {version!r}")
         try:
             dumps(info)
-        except (TypeError, ValueError) as exc:
+            plain = _is_json(info)
+        except (TypeError, ValueError, RecursionError) as exc:
             raise TypeError(f"info must be a JSON value, got {info!r}: {exc}") from None
+        if not plain:
+            raise TypeError(f"info must be a JSON value, with strings for keys, got {info!r}")
         if self._crew is None:
             raise ClosedError("the publisher is not open: use `async with`")
         request = self._crew.push(version, info)
@@ -235,6 +238,15 @@ class Publisher(Handle):
         elif crew.first:
             crew.order(End())
         await asyncio.wait([crew.running])
+
+
+def _is_json(value: object) -> bool:
+    """Whether JSON carries ``value`` as it is, but for tuples."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

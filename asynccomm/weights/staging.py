@@ -2,11 +2,12 @@
 
 A tensor of a module changes places with its copy: the module gets the new memory, and the old memory receives the next
 version. That takes no time, but needs a tensor that no other object holds a view of. All other tensors (values of a
-mapping, views, DTensors) are copied into.
+mapping, views and their bases, DTensors) are copied into.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import final
 
@@ -51,10 +52,11 @@ class Staging:
         """Put the copy in the place of the weights. Raises: ValueError if the state has other tensors by now."""
         weights = self._checked()
         swapped = set()
+        alone = _alone(weights) if self._swaps else set()
         with torch.no_grad():
             for name, copy in self._copies.items():
                 owner = weights.owners[name]
-                if self._swaps and _alone(owner):
+                if name in alone:
                     self._copies[name], owner.data = owner.data, copy
                     swapped.add(name)
                 else:
@@ -72,6 +74,13 @@ class Staging:
         return weights
 
 
-def _alone(tensor: Tensor) -> bool:
-    """Whether a tensor fills its storage, so no larger tensor can have it as a part."""
-    return not is_dtensor(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes
+def _alone(weights: Weights) -> set[str]:
+    """The names of the tensors that fill their storage, and have it for themselves."""
+    owners = {name: owner for name, owner in weights.owners.items() if not weights.layout[name].tied}
+    plain = {name: owner.untyped_storage() for name, owner in owners.items() if not is_dtensor(owner)}
+    users = Counter(storage.data_ptr() for storage in plain.values())
+    return {
+        name
+        for name, storage in plain.items()
+        if storage.nbytes() == owners[name].nbytes and users[storage.data_ptr()] == 1
+    }

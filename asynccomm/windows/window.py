@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -148,7 +149,7 @@ class Window(Handle):
         else:
             first = info.check_position(peer, kind, 0, offset)
             sizes = (info.sizes[peer] // kind.itemsize - first,)
-        numel = torch.Size(sizes).numel()
+        numel = math.prod(sizes)
         start = info.check_position(peer, kind, numel, offset) * kind.itemsize
         memory = self._backend.memory(peer)
         if memory is None:

@@ -77,6 +77,23 @@ async def test_a_body_that_raises_leaves_the_own_trace(tmp_path: Path) -> None:
     assert names(json.loads((tmp_path / "out.rank0.json").read_text())) == {(0, "barrier")}
 
 
+async def test_a_trace_that_was_cancelled_at_its_begin_is_over(tmp_path: Path) -> None:
+    async with loopback_world(1) as (comm,):
+
+        async def traced() -> None:
+            async with comm.trace(tmp_path / "out.json"):
+                raise AssertionError("was not cancelled")
+
+        task = asyncio.create_task(traced())
+        await asyncio.sleep(0)
+        (recorder,) = comm._submitter.watchers.all
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not comm._submitter.watchers.all
+        assert recorder._timer is None
+
+
 async def test_waits_for_room_are_in_the_trace(tmp_path: Path) -> None:
     async with loopback_world(2, max_ops=1) as (a, b):
         with a.trace(tmp_path / "out.json"):

@@ -22,6 +22,7 @@ HANDLE = QueueHandle("here", "name", "", 0, "a" * 32, "b" * 32, "reader", "rank 
         ({"address": 7}, TypeError, "address must be a str, got 7"),
         ({"weights_only": 1}, TypeError, "weights_only must be True or False, got 1"),
         ({"expect": "int"}, TypeError, "expect must be a class, got 'int'"),
+        ({"expect": Any}, TypeError, r"expect must be a class that isinstance\(\) can check, got typing.Any"),
         ({"busy_poll": 0}, ValueError, "busy_poll must be positive, got 0"),
         ({"busy_poll": "1 ms"}, TypeError, "busy_poll must be seconds or a timedelta, got '1 ms'"),
     ],

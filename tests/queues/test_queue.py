@@ -63,6 +63,28 @@ async def test_a_late_reader_gets_the_items_from_now_on() -> None:
         await reader.aclose()
 
 
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+async def test_a_put_whose_caller_has_gone_is_done_all_the_same(how: str) -> None:
+    """The item fits into the ring, but not into what is copied at once."""
+    async with hosted(capacity=64 << 20) as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        item = [torch.full((1 << 20,), k, dtype=torch.uint8) for k in range(20)]
+        if how == "cancelled":
+            putting = asyncio.ensure_future(queue.put(item))
+            await asyncio.sleep(0)
+            putting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await putting
+        else:
+            with pytest.raises(TimeoutError):
+                await asyncio.to_thread(queue.put_sync, item, 1e-9)
+        got = await reader.get()
+        assert all(torch.equal(*pair) for pair in zip(got, item, strict=True))
+        queue.put_nowait("next")
+        assert await reader.get() == "next"
+        await reader.aclose()
+
+
 async def test_a_writer_waits_for_its_readers() -> None:
     async with hosted() as (_, queue):
         await queue.wait_readers(0)

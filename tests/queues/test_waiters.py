@@ -38,6 +38,21 @@ async def test_a_cancelled_wait_makes_no_further_attempt() -> None:
     assert len(attempts) == 1
 
 
+@pytest.mark.parametrize("armed", [True, False])
+async def test_an_abandoned_wait_is_reported_to_the_loop(armed: bool) -> None:
+    abandoned: list[int] = []
+    waiters = Waiters(lambda: armed, lambda: abandoned.append(1))
+    task = asyncio.ensure_future(waiters.wait(lambda: None))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: len(abandoned) == 1)
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(waiters.block, lambda: None, 0.001, "put")
+    await until(lambda: len(abandoned) == 2)
+
+
 async def test_a_thread_is_woken_and_has_a_time_limit() -> None:
     results: list[int | None] = [None, 7]
     waiters = Waiters(lambda: True)

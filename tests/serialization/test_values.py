@@ -54,6 +54,11 @@ class Pair(NamedTuple):
 
 
 @register_safe
+class NamedPair(Pair):
+    """Has a dict, unlike the class of ``NamedTuple``."""
+
+
+@register_safe
 @dataclasses.dataclass
 class Config:
     steps: int
@@ -188,10 +193,13 @@ class Zone(tzinfo):
 def test_values_that_would_lose_something() -> None:
     config = Config(1)
     config.extra = 1  # type: ignore[attr-defined]
+    named = NamedPair(1, 2)
+    named.note = "lost"  # type: ignore[attr-defined]
     cyclic: Box[Any] = Box(None)
     cyclic.item = (cyclic,)
     for obj, text in [
         (config, r"Config has attributes beside its fields.*\['extra'\]"),
+        (named, r"NamedPair has attributes beside its fields.*\['note'\]"),
         (datetime(2024, 1, 1, tzinfo=Zone()), "the time zone .* is not one of"),
         (cyclic, "a Box contains itself"),
     ]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -64,6 +68,17 @@ async def test_servers_of_other_shardings_get_every_version(broadcast: bool) -> 
             assert each.error is None
             assert each.versions == [1, 2, 3]
             assert each.infos == [{"loss": version} for version in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "info", [b"ab", {1: 2}, {None: 1}, {"a": [{1, 2}]}, Decimal("1.5"), date(2024, 1, 1), torch.tensor(1)]
+)
+async def test_information_that_json_would_change_is_refused(info: Any) -> None:
+    async with loopback_world(1) as (comm,), Publisher(comm, state(), servers=0) as publisher:
+        with pytest.raises(TypeError, match=f"info must be a JSON value.*got {re.escape(repr(info))}"):
+            await publisher.push(info=info)
+        assert publisher.version == 0
+        assert (await publisher.push(info={"a": [1, 2.5, None, True, (math.nan, "text")]})).version == 1
 
 
 async def test_version_numbers_rise_and_are_the_same_on_all_trainers() -> None:

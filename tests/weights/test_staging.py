@@ -63,6 +63,19 @@ def test_a_view_keeps_its_memory() -> None:
     assert model.part.eq(7).all()
 
 
+def test_the_whole_of_a_view_keeps_its_memory_too() -> None:
+    """Else the view would have the memory in which the next version arrives."""
+    model = Model()
+    copy, address = staging(model), model.fused.data_ptr()
+    for value in (1, 2):
+        receive(copy, value)
+        copy.apply()
+        receive(copy, 7)
+        assert model.fused.data_ptr() == address
+        assert model.fused.eq(value).all()
+        assert model.part.eq(value).all()
+
+
 def test_values_of_a_mapping_are_copied_into() -> None:
     state = {"a": torch.zeros(3)}
     copy, address = staging(state), state["a"].data_ptr()

@@ -255,6 +255,7 @@ async def test_bad_arguments_are_named() -> None:
             (lambda: window.signal(0, add=1), TypeError, "add must be True or False"),  # type: ignore[arg-type]
             (lambda: window.wait_signal(0, 1, ">="), TypeError, "cmp must be a SignalCmpOp"),  # type: ignore[arg-type]
             (lambda: window.tensor(0, (3,), torch.float32), ValueError, "offset must leave room"),
+            (lambda: window.tensor(0, (1 << 32, 1 << 32), torch.float32), ValueError, "offset must leave room"),
             (lambda: window.tensor(0, (-1,)), ValueError, "shape must not be negative"),
             (lambda: window.tensor(0, "44"), TypeError, "shape must be a list or tuple"),  # type: ignore[arg-type]
             (lambda: window.tensor(0, (1,), int), TypeError, "dtype must be a torch.dtype"),  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, PayloadError, PayloadTypeError
 from asynccomm.ops import Call, Parcel, RecvParcel, Several
 from asynccomm.ops.validation import as_index, check_rank, check_tag
-from asynccomm.options import CommOptions
+from asynccomm.options import CommOptions, check_expect
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_out, kind_of
 from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache
 
@@ -156,8 +156,7 @@ class ReceivePolicy(NamedTuple):
     @classmethod
     def of(cls, weights_only: object, max_bytes: SupportsIndex, expect: type | None = None) -> Self:
         check_trust(weights_only)
-        if expect is not None:
-            check_type("expect", expect, type, "a class")
+        check_expect(expect)
         limit = as_index(max_bytes)
         if limit is None:
             raise TypeError(f"max_bytes must be an integer, got {max_bytes!r}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, SupportsIndex, Unpack, final
+from typing import Any, Final, SupportsIndex, Unpack, final
 
 import anyio.to_thread
 
@@ -16,13 +16,15 @@ from asynccomm.backends.addresses import choose_address
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.methods.groups import distinct
 from asynccomm.comm.pending import PendingComm
-from asynccomm.errors import AsyncCommError, BackendError
+from asynccomm.errors import AsyncCommError, BackendError, StoreError
 from asynccomm.ops.validation import check_rank
 from asynccomm.options import check_name, seconds
 from asynccomm.queues.meeting import QueueHost, attach
 from asynccomm.queues.options import QueueArguments, QueueHandle, QueueOptions
 from asynccomm.queues.queue import MessageQueue
 from asynccomm.store.base import Store, within
+
+PROBLEM: Final = "problem: "  # in the place of a handle, if the queue cannot be made
 
 Ranks = Sequence[SupportsIndex]
 
@@ -126,12 +128,14 @@ class Queues(CommBase):
     async def _host(
         self, writes: bool, options: QueueOptions, members: Sequence[int], room: Store, limit: float
     ) -> MessageQueue:
-        if not options.address:
-            options = replace(options, address=await self._address_for([self.rank, *members]))
-        host = QueueHost(writes, options, self.rank, self.name, members)
+        try:
+            host, handle = await self._open(writes, options, members)
+        except BackendError as exc:
+            with suppress(StoreError):
+                await room.set("handle", f"{PROBLEM}{exc}")
+            raise
         try:
             async with within(limit):
-                handle = await host.open()
                 await room.set("handle", handle.text())
                 await self._while_open(host.ready)
             return host.queue(handle)
@@ -141,6 +145,21 @@ class Queues(CommBase):
         except BaseException:
             host.close()
             raise
+
+    async def _open(self, writes: bool, options: QueueOptions, members: Sequence[int]) -> tuple[QueueHost, QueueHandle]:
+        """Raises: BackendError."""
+        if not options.address:
+            options = replace(options, address=await self._address_for([self.rank, *members]))
+        with ExitStack() as unless_open:
+            try:
+                host = QueueHost(writes, options, self.rank, self.name, members)
+                unless_open.callback(host.close)
+                handle = await host.open()
+            except OSError as exc:
+                where = f" at address {options.address!r}" if options.address else ""
+                raise BackendError(f"the queue cannot be made{where}: {exc.strerror or exc}") from exc
+            unless_open.pop_all()
+            return host, handle
 
     async def _address_for(self, ranks: Sequence[int]) -> str:
         """The address at which ``ranks`` reach this one; "" if all are on this host. Raises: BackendError."""
@@ -168,8 +187,10 @@ class Queues(CommBase):
             getting.cancel()
 
     async def _attach(self, options: QueueOptions, room: Store) -> MessageQueue:
-        handle = QueueHandle.parse((await room.get("handle", float("inf"))).decode())
-        return await attach(handle, options, self.rank, self.name)
+        text = (await room.get("handle", float("inf"))).decode(errors="replace")
+        if text.startswith(PROBLEM):
+            raise BackendError(text.removeprefix(PROBLEM))
+        return await attach(QueueHandle.parse(text), options, self.rank, self.name)
 
     async def _while_open(self, future: asyncio.Future[Any]) -> None:
         """Wait for ``future``. Raises: the error of the comm, if the comm ends before."""

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import pytest
 import torch
@@ -149,6 +149,14 @@ async def test_one_call_is_no_batch() -> None:
 # -- on which terms objects are received -------------------------------------------------------------------------------
 
 
+class TypedKeys(TypedDict):
+    a: int
+
+
+class Structural(Protocol):
+    a: int
+
+
 def test_terms_are_checked() -> None:
     assert ReceivePolicy.of(True, MAX_BYTES) == (True, 1 << 32, object)
     assert ReceivePolicy.of(False, 0, int) == (False, 0, int)
@@ -158,8 +166,8 @@ def test_terms_are_checked() -> None:
     for limit in (None, 1.5, True, "1"):
         with pytest.raises(TypeError, match=f"max_bytes must be an integer, got {limit!r}"):
             ReceivePolicy.of(True, limit)  # type: ignore[arg-type]
-    for expect in (5, "int", list[int], int | str):
-        with pytest.raises(TypeError, match="expect must be a class, got"):
+    for expect in (5, "int", list[int], int | str, Any, TypedKeys, Structural):
+        with pytest.raises(TypeError, match="expect must be a class"):
             ReceivePolicy.of(True, 1, expect)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_bytes must not be negative, got -1"):
         ReceivePolicy.of(True, -1)

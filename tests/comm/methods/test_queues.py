@@ -60,6 +60,19 @@ async def both(comms: tuple[Comm, ...], **arguments: Any) -> list[Any]:
     return list(await asyncio.gather(*(comm.queue(**arguments) for comm in comms)))
 
 
+@pytest.mark.parametrize("address", ["203.0.113.7", "300.1.1.1"])
+@pytest.mark.ranks(2)
+async def test_an_address_of_another_host_is_refused_on_all_ranks(address: str, comm: Comm) -> None:
+    async with asyncio.timeout(20):
+        with pytest.raises(BackendError, match=f"the queue cannot be made at address '{address}'"):
+            await comm.queue(address=address)
+        async with comm.queue() as queue:
+            if comm.rank == 0:
+                await queue.put(1)
+            else:
+                assert await queue.get() == 1
+
+
 async def test_bad_arguments_are_named_and_nothing_is_made() -> None:
     async with loopback_world(3) as (comm, *_):
         for arguments, text in [
