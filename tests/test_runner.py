@@ -178,6 +178,22 @@ def test_off_the_main_thread_there_is_no_handler() -> None:
         assert pool.submit(lambda: run(main())).result(10)
 
 
+@pytest.mark.parametrize("use_uvloop", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_sigterm_reaches_a_program_that_does_not_come_to_await(count: int, use_uvloop: bool) -> None:
+    code = f"""
+        import os, signal, asynccomm
+        async def main():
+            for _ in range({count}):
+                os.kill(os.getpid(), signal.SIGTERM)
+            print("did its step", flush=True)
+        asynccomm.run(main(), use_uvloop={use_uvloop})
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=30)
+    expected = (128 + signal.SIGTERM, "did its step\n") if count == 1 else (-signal.SIGTERM, "")
+    assert (done.returncode, done.stdout) == expected
+
+
 def test_a_further_sigterm_ends_it_at_once() -> None:
     code = """
         import asyncio, os, signal, asynccomm

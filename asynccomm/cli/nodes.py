@@ -26,6 +26,7 @@ from asynccomm.store.client import StoreClient
 
 JOIN_SECONDS: Final = 600.0  # for all nodes to come; torchrun's default, too
 LOST_CODE: Final = 1  # exit code of a run that has lost a node
+USAGE_CODE: Final = 2  # exit code of a run with different options on its nodes
 
 _KEY: Final = "asynccomm/launchers"
 
@@ -69,6 +70,7 @@ class NodeJoin(TaggedMessage, frozen=True):
 
     node: int
     ranks: int
+    nodes: int  #: ``--nodes`` of this node
 
 
 @final
@@ -128,6 +130,8 @@ class Nodes:
             missing = [node for node in range(options.count) if node not in self._sizes]
             late = f"nodes {missing}" if options.number == 0 else "the other nodes"
             raise RendezvousError(f"{late} did not come within {JOIN_SECONDS:g} s") from None
+        except RendezvousError:  # which is a StoreError
+            raise
         except StoreError as exc:
             raise RendezvousError(f"the store of node 0 at {options.host}:{options.port} was lost: {exc}") from exc
 
@@ -152,7 +156,7 @@ class Nodes:
                 f"the launcher of node 0 cannot be reached at {options.host}:{meeting.port}: {exc}"
             ) from None
         self._links[0] = link
-        link.send(NodeJoin(options.number, self._ranks))
+        link.send(NodeJoin(options.number, self._ranks, options.count))
 
     def _refusal(self, node: int | str) -> str:
         if not isinstance(node, int) or not 0 < node < self._options.count:
@@ -167,6 +171,9 @@ class Nodes:
     def _received(self, link: Connection, data: JsonObject) -> None:
         message: NodeJoin | Plan | NodeDone | NodeEnd = decode(NodeJoin | Plan | NodeDone | NodeEnd, data)
         match message:
+            case NodeJoin(nodes=count) if count != self._options.count:
+                reason = f"--nodes differs: node 0 has {self._options.count}, node {message.node} has {count}"
+                self._end(NodeEnd(message.node, reason, USAGE_CODE))
             case NodeJoin():
                 self._add(message.node, message.ranks)
             case Plan():

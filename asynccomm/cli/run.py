@@ -118,6 +118,8 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(f"argument SCRIPT: {arguments.script!r} does not exist")
     if arguments.trace is not None and not arguments.trace.parent.is_dir():
         parser.error(f"argument --trace: the folder {str(arguments.trace.parent)!r} does not exist")
+    if arguments.trace is not None and arguments.trace.is_dir():
+        parser.error(f"argument --trace: must be a file, and {str(arguments.trace)!r} is a folder")
     if arguments.tee and log_dir is None:
         parser.error("argument --tee: needs --log-dir")
     elastic = arguments.elastic or arguments.restart is not None

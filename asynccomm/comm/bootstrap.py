@@ -13,7 +13,7 @@ from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.errors import StoreError
+from asynccomm.errors import RendezvousError, StoreError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 from asynccomm.rendezvous.addresses import LEAST_SECONDS, exchange_addresses
@@ -81,9 +81,18 @@ async def _join(
     """
     sockets: ListeningSockets | None = None
     spent = 0.0
+    loss = ""  # of a store that was reached
     with contextlib.ExitStack() as unless_joined:
         while True:
-            meeting = await connect_store(place, max(0.0, timeout - spent))
+            try:
+                meeting = await connect_store(place, max(0.0, timeout - spent))
+            except RendezvousError as exc:
+                if not loss:
+                    raise
+                raise RendezvousError(
+                    f"comm {group.name!r}: the ranks did not meet within {timeout:g} s; the store was lost meanwhile: "
+                    f"{loss} (this is rank {group.rank})"
+                ) from exc
             scope = meeting.store.prefix(place.scope)
             try:
                 # first, so that the other ranks find it when they come
@@ -109,6 +118,7 @@ async def _join(
                 spent = time.monotonic() - start
                 if not lost or spent > timeout:
                     raise
+                loss = str(exc)
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 unless_joined.pop_all()

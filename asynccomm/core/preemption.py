@@ -2,6 +2,9 @@
 
 ``run`` cancels the main task, as Ctrl-C does, so that every ``finally`` runs. A program that asks
 ``Comm.preempted()`` is not cancelled: all its ranks learn in the same step that one of them has the signal.
+
+The handler is Python's, as that of ``asyncio.run`` for Ctrl-C: a handler of the loop runs only once the loop has a turn,
+so a program in a long step of its own could not be ended.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, final
 
 
@@ -33,13 +37,16 @@ class Preemption:
             return
         loop = asyncio.get_running_loop()
         self.requested = self.polled = self.cancelled = False
-        loop.add_signal_handler(signal.SIGTERM, self._on_signal, task)
+        handler = partial(self._on_signal, loop, task)
+        signal.signal(signal.SIGTERM, handler)
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGTERM)
+            if signal.getsignal(signal.SIGTERM) is handler:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _on_signal(self, task: asyncio.Task[Any]) -> None:
+    def _on_signal(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], *_: object) -> None:
+        """Between any two instructions of the main thread."""
         again, self.requested = self.requested, True
         if self.cancelled:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -47,6 +54,11 @@ class Preemption:
         elif again or not self.polled:
             self.cancelled = True
             task.cancel("SIGTERM")
+            loop.call_soon_threadsafe(_nothing)  # the loop may be about to wait
+
+
+def _nothing() -> None:
+    pass
 
 
 preemption: Final = Preemption()

@@ -79,6 +79,8 @@ def dump_files(places: Sequence[Path]) -> dict[int, Path]:
             if number is None:
                 if place.is_dir():
                     continue
+                if not path.exists():
+                    raise DumpError(f"{path} does not exist")
                 raise DumpError(f"{path} has no rank at the end of its name, as rank_0 has")
             if (rank := int(number[1])) in found:
                 raise DumpError(f"{path} and {found[rank]} are of the same rank")

@@ -8,6 +8,7 @@ call to the exchange on each other rank; Perfetto turns an arrow around if its t
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -145,6 +146,8 @@ def _arrows(comm: str, seq: int, by_rank: Mapping[int, Slice], numbers: Iterator
 
 def write_trace(path: Path, parts: Sequence[Part]) -> None:
     """Write the merged trace; the file of a single part can be merged later. Raises: OSError."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     trace = merged(parts)
     if len(parts) == 1:
         trace[PART] = parts[0]

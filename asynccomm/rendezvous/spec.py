@@ -61,7 +61,7 @@ class RendezvousSpec:
     @property
     def run(self) -> str:
         """The launcher's name of this run; empty without one."""
-        name = self.scope.split("/")[1]
+        name = self.scope.partition("/")[2].rpartition("/")[0]
         return "" if name == "run" else name
 
     @property

@@ -100,6 +100,13 @@ async def test_two_nodes_with_one_number(run: Run) -> None:
     await asyncio.gather(zero, one, return_exceptions=True)
 
 
+async def test_nodes_that_have_been_told_other_counts(run: Run) -> None:
+    async with asyncio.timeout(30):
+        results = await asyncio.gather(run.add(0, 2).meet(), run.add(1, 3).meet(), return_exceptions=True)
+    assert [str(result) for result in results] == ["--nodes differs: node 0 has 2, node 1 has 3"] * 2
+    assert all(isinstance(result, RendezvousError) for result in results)
+
+
 async def test_a_node_that_does_not_come_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "JOIN_SECONDS", 0.5)
     results = await asyncio.gather(run.add(0, 3).meet(), run.add(1, 3).meet(), return_exceptions=True)

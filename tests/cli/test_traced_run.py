@@ -46,3 +46,9 @@ def test_the_folder_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["run", "-n", "1", "--trace", str(tmp_path / "none" / "out.json"), __file__])
     assert "argument --trace: the folder" in capsys.readouterr().err
+
+
+def test_the_place_must_not_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "-n", "1", "--trace", str(tmp_path), __file__])
+    assert f"argument --trace: must be a file, and {str(tmp_path)!r} is a folder" in capsys.readouterr().err

@@ -27,7 +27,7 @@ from asynccomm.comm.session import Session
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 from asynccomm.rendezvous.job import JobOrigin, NameReservation
-from asynccomm.rendezvous.spec import RendezvousSpec, resolve_spec
+from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, resolve_spec
 from asynccomm.store.base import Store
 from asynccomm.store.server import listen, serve
 from asynccomm.store.shared import SharedClient
@@ -222,6 +222,31 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
             0.0,
         )
     assert [meeting.closed for meeting in meetings] == [1]
+
+
+async def test_a_store_that_ends_for_good_is_named_with_the_comm(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[StoreSession] = []
+
+    async def meet(place: RendezvousSpec, timeout: float) -> StoreSession:
+        if met:
+            raise RendezvousError(f"no store at h:1 within {timeout:g} s: Connection refused")
+        met.append(StoreSession(MemoryStore()))
+        return met[0]
+
+    async def join(scope: Store, *arguments: Any, **more: Any) -> Any:
+        raise StoreError("the connection was lost")
+
+    monkeypatch.setattr(assembly_module, "connect_store", meet)
+    monkeypatch.setattr(assembly_module, "handshake", join)
+    where, group = RendezvousSpec(1, 2, "asynccomm/run/0", host="h", port=1), CommInfo("c", 1, 2, CPU)
+    text = r"comm 'c': the ranks did not meet within 10 s; the store was lost meanwhile: .* \(this is rank 1\)"
+    begin = asyncio.get_running_loop().time()
+    with pytest.raises(RendezvousError, match="no store at h:1"):
+        met.append(StoreSession(MemoryStore()))
+        await assembly_module._join(where, group, "auto", SILENT, 10, begin)
+    met.clear()
+    with pytest.raises(RendezvousError, match=text):
+        await assembly_module._join(where, group, "auto", SILENT, 10, begin)
 
 
 async def test_the_rank_that_hosts_the_store_records_it() -> None:

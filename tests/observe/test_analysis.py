@@ -119,6 +119,8 @@ def test_files_are_found_by_the_rank_at_the_end_of_their_names(tmp_path: Path) -
         dump_files([tmp_path])
     with pytest.raises(DumpError, match="notes has no rank"):
         dump_files([tmp_path / "notes"])
+    with pytest.raises(DumpError, match="missing does not exist"):
+        dump_files([tmp_path / "missing"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(DumpError, match="no dump of a rank"):
         dump_files([tmp_path / "empty"])

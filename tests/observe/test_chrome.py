@@ -160,5 +160,11 @@ def test_a_part_in_a_file_can_be_merged_and_a_merged_trace_cannot(tmp_path: Path
         read_part(whole)
 
 
+def test_a_folder_is_no_place_for_a_trace(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        write_trace(tmp_path, [])
+    assert not list(tmp_path.parent.glob("*.new"))
+
+
 def test_nothing_is_a_trace_too() -> None:
     check_format(merged([]))

@@ -85,6 +85,11 @@ def test_runs_and_restarts_do_not_see_each_others_keys() -> None:
     assert resolve_spec(MemoryStore(), 0, 1, env).scope == "asynccomm/job7/2"
 
 
+@pytest.mark.parametrize(("run_id", "name"), [("job7", "job7"), ("exp/1", "exp/1"), ("a/", "a/"), ("run", "")])
+def test_a_run_keeps_its_whole_name(run_id: str, name: str) -> None:
+    assert resolve_spec(None, None, None, ENV | {"TORCHELASTIC_RUN_ID": run_id}).run == name
+
+
 def test_worlds_are_told_apart() -> None:
     store = MemoryStore()
     assert resolve_spec(store, 0, 2, {}).world == resolve_spec(store, 1, 2, {}).world

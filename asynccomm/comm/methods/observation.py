@@ -54,8 +54,10 @@ class Observation(CommBase):
         the body raises or the comm has broken, each rank writes its own to ``out.rank3.json``, and ``asynccomm trace
         merge`` merges these. With ``with``, each rank always writes its own, and no rank waits.
 
-        Raises: OSError on leaving, if the file cannot be written.
+        Raises: ValueError: ``path`` is a folder; OSError on leaving, if the file cannot be written.
         """
+        if Path(path).is_dir():
+            raise ValueError(f"path must be a file, and {os.fspath(path)!r} is a folder")
         return TraceScope(self._session, Path(path), self._gather_part)
 
     def _gather_part(self, part: object, root: int) -> Work[Any]:
