@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic, TypeVar, final
 
-from asynccomm.blocking.loop_thread import loop_of, loops
+from asynccomm.blocking.loop_thread import loop_of, loops, on_a_thread
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, WouldBlockError
 
@@ -28,9 +28,14 @@ def run_on(loop: asyncio.AbstractEventLoop, function: Callable[[], Awaitable[T]]
     running loop; RuntimeError if ``loop`` is closed. An exception that interrupts the waiting thread
     (KeyboardInterrupt) cancels the call, and is raised when the call has ended.
     """
+    refuse_on_a_loop()
+    return _Call(loop, function).result()
+
+
+def refuse_on_a_loop() -> None:
+    """Raise WouldBlockError on a thread with a running loop."""
     if asyncio._get_running_loop() is not None:
         raise WouldBlockError("a blocking call would block the event loop of this thread: use a comm of that loop")
-    return _Call(loop, function).result()
 
 
 def settled(work: Work[T]) -> Any:
@@ -141,9 +146,26 @@ class Portal:
         self.loop: Final = loop_of(portal) if loop is None else loop
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """``run_on`` this loop. Raises: ClosedError in a forked child, where the loop's thread is missing."""
+        """``run_on`` this loop.
+
+        Raises: ClosedError in a forked child, where the loop's thread is missing, or if the loop ends meanwhile.
+        """
         self.check()
-        return run_on(self.loop, function)
+        try:
+            return run_on(self.loop, function)
+        except asyncio.CancelledError:  # by the end of the loop
+            raise ClosedError("this comm was closed by another thread during the call") from None
+
+    def leave_soon(self, function: Callable[[], Awaitable[object]]) -> None:
+        """Begin ``function()`` on this loop without waiting, and give up the hold at its end."""
+        if self._process != os.getpid():
+            return
+
+        async def called() -> None:
+            await function()
+
+        ended = asyncio.run_coroutine_threadsafe(called(), self.loop)
+        ended.add_done_callback(lambda _: on_a_thread(self.release))  # the callback runs on the loop's thread
 
     def check(self) -> None:
         """Raise ClosedError if the loop has ended, or is in the parent of this process."""

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar
 
 from asynccomm.blocking.loop_thread import EXIT_SECONDS, at_exit, on_a_thread
-from asynccomm.blocking.portal import Portal
+from asynccomm.blocking.portal import Portal, refuse_on_a_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,7 +60,10 @@ class Twin(Generic[A]):
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end(lambda: self._leave(exc))
+        if exc is not None and asyncio._get_running_loop() is not None and self._portal.held:
+            self._portal.leave_soon(lambda: self._leave(exc))  # an error of blocking here would hide ``exc``
+        else:
+            self._end(lambda: self._leave(exc))
 
     def end_of_process(self) -> None:
         """Close within ``EXIT_SECONDS``. Not for users."""
@@ -80,6 +83,7 @@ class Twin(Generic[A]):
     def _end(self, end: Callable[[], Awaitable[None]]) -> None:
         if not self._portal.held:
             return
+        refuse_on_a_loop()  # before the end: the original stays open, and may be closed elsewhere
         try:
             self._portal.call(end)
         finally:

@@ -3,8 +3,8 @@
 ``run`` cancels the main task, as Ctrl-C does, so that every ``finally`` runs. A program that asks
 ``Comm.preempted()`` is not cancelled: all its ranks learn in the same step that one of them has the signal.
 
-The handler is Python's, as that of ``asyncio.run`` for Ctrl-C: a handler of the loop runs only once the loop has a turn,
-so a program in a long step of its own could not be ended.
+The handler is Python's, as that of ``asyncio.run`` for Ctrl-C: a handler of the loop runs only when the loop has a
+turn, so a program in a long step of its own could not be ended.
 """
 
 from __future__ import annotations

@@ -40,6 +40,16 @@ class _LastWork(threading.local):
     work: weakref.ref[TorchWork] | None = None
 
 
+@final
+class _TorchScope:
+    """The operations of a thread between ``start_coalescing`` and ``end_coalescing``."""
+
+    def __init__(self, scope: CoalesceScope) -> None:
+        self.scope = scope
+        self.works: list[TorchWork] = []
+        self.error: Exception | None = None  #: of the first call that was refused
+
+
 @uncompiled
 class TorchCollectives:
     """Mixin for torch's ``Backend`` or ``ProcessGroup``. Call ``set_up`` before all other methods."""
@@ -49,7 +59,7 @@ class TorchCollectives:
         self.comms = comms
         self._called = 0  # number of collectives
         self._last = _LastWork()
-        self._scopes: dict[int, tuple[CoalesceScope, list[TorchWork]]] = {}  # by thread
+        self._scopes: dict[int, _TorchScope] = {}  # by thread
 
     def taken(self) -> TorchWork | None:
         """Take the Work of this thread's last call; None if there was no call since, or torch has dropped the Work."""
@@ -225,15 +235,22 @@ class TorchCollectives:
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
         tensor = _one(tensors)
-        return self._start([tensor], self.comms.of(tensor).send, tensor, dst, tag, collective=False)
+        try:
+            comm = self.comms.of(tensor)
+        except Exception as exc:
+            return self._refused([tensor], exc)
+        return self._start([tensor], comm.send, tensor, dst, tag, collective=False)
 
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> TorchWork:
+    def recv(self, tensors: Any, src: int | None, tag: int = 0) -> TorchWork:
         tensor = _one(tensors)
-        return self._start([tensor], self.comms.of(tensor).recv, tensor, src, tag, collective=False)
+        try:
+            comm = self.comms.of(tensor)
+        except Exception as exc:
+            return self._refused([tensor], exc)
+        return self._start([tensor], comm.recv, tensor, src, tag, collective=False)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
-        tensor = _one(tensors)
-        return self._start([tensor], self.comms.of(tensor).recv, tensor, None, tag, collective=False)
+        return self.recv(tensors, None, tag)
 
     # -- coalescing ---------------------------------------------------------------------------------------------------
 
@@ -244,18 +261,25 @@ class TorchCollectives:
         with detached():
             if left is not None:  # by an exception, which torch does not report
                 error = RuntimeError("it was left by an exception")
-                left[0].__exit__(RuntimeError, error, None)
+                left.scope.__exit__(RuntimeError, error, None)
             scope = coalesce(*self.comms.all()) if self.comms.all() else coalesce(self.comms.any())
             scope.__enter__()
-        self._scopes[thread] = scope, []
+        self._scopes[thread] = _TorchScope(scope)
 
     def end_coalescing(self) -> TorchWork:
-        """Submit the deferred operations as one Work. Raises: RuntimeError without ``start_coalescing`` before."""
+        """Submit the deferred operations as one Work.
+
+        Raises: RuntimeError without ``start_coalescing`` before; the error of the first call that was refused
+            meanwhile, and then no operation is sent.
+        """
         if threading.get_ident() not in self._scopes:
             raise RuntimeError(f"_end_coalescing() of a group of backend {NAME} without _start_coalescing() before it")
-        scope, works = self._scopes.pop(threading.get_ident())
+        ours = self._scopes.pop(threading.get_ident())
+        works, error = ours.works, ours.error
         with detached():
-            scope.__exit__(None, None, None)
+            ours.scope.__exit__(None if error is None else type(error), error, None)
+        if error is not None:
+            raise error
         parts = [part for work in works for part in work.parts]
         finishes = [work.finish for work in works if work.finish is not None]
         result = [tensor for work in works for tensor in work.tensors()]
@@ -315,11 +339,14 @@ class TorchCollectives:
     ) -> TorchWork:
         if is_profiling():
             call = recorded(f"{NAME}:{call.__name__}", arguments, call)
-        if asyncio._get_running_loop() is None:
-            part = call(*arguments, **options)
-        else:
-            with detached():
+        try:
+            if asyncio._get_running_loop() is None:
                 part = call(*arguments, **options)
+            else:
+                with detached():
+                    part = call(*arguments, **options)
+        except Exception as exc:
+            return self._refused(result, exc)
         self._called += collective
         return self._handed(TorchWork((part,), result))
 
@@ -332,37 +359,61 @@ class TorchCollectives:
     ) -> TorchWork:
         if is_profiling():
             start = recorded(f"{NAME}:{name}", result, start)
-        with detached():
-            parts = start()
+        try:
+            with detached():
+                parts = start()
+        except Exception as exc:
+            return self._refused(result, exc)
         self._called += 1
         return self._handed(TorchWork(parts, result, finish))
 
     def _handed(self, work: TorchWork) -> TorchWork:
         self._last.work = weakref.ref(work)
         if self._scopes and (scope := self._scopes.get(threading.get_ident())) is not None:
-            scope[1].append(work)
+            scope.works.append(work)
         return work
 
+    def _refused(self, result: list[Any], error: Exception) -> TorchWork:
+        """Raise ``error``, while coalescing at the end.
+
+        An error in the middle would leave torch coalescing for ever: it records some later collectives then, and runs
+        none of them.
+        """
+        scope = self._scopes.get(threading.get_ident())
+        if scope is None:
+            raise error
+        scope.error = scope.error or error
+        return TorchWork((), result)
+
     def _sparse(self, tensors: list[Tensor], op: Any, timeout: timedelta | None) -> TorchWork:
-        """All-reduce sparse tensors: gather all ranks' entries, which differ in number, and add them on each rank."""
+        """All-reduce sparse tensors: gather all ranks' entries, which differ in number, and add them on each rank.
+
+        The Work raises ValueError on all ranks if their tensors have different shapes.
+        """
         tensor = _one(tensors)
         if op.type.name not in ("SUM", "AVG"):
             raise ValueError(f"op must be SUM or AVG for sparse tensors, got {op}")
         own = tensor.detach().coalesce()
         indices, values = own.indices().t(), own.values()  # views of the tensor, which other operations may be writing
         comm = self.comms.of(values)
+        shape = torch.tensor([tensor.sparse_dim(), *tensor.shape], device=values.device)
         works: list[Work[Any]] = []
 
         def start() -> list[Work[Any]]:
             with comm.coalesce():
+                works.append(comm.all_gather_v(None, shape, timeout=timeout))
                 works.append(comm.all_gather_v(None, indices, timeout=timeout))
                 works.append(comm.all_gather_v(None, values, timeout=timeout))
             return works
 
         def add_up() -> None:
-            found = torch.sparse_coo_tensor(
-                works[0].result().t(), works[1].result(), tensor.shape, check_invariants=True
-            ).coalesce()
+            shapes, entries, summands = (work.result() for work in works)
+            if not torch.equal(shapes, shape.repeat(comm.size)):
+                raise ValueError(
+                    f"tensor must have the same shape and the same number of sparse dimensions on all ranks; rank "
+                    f"{comm.rank} of {self.comms.name!r} has {tuple(tensor.shape)} and {tensor.sparse_dim()}"
+                )
+            found = torch.sparse_coo_tensor(entries.t(), summands, tensor.shape, check_invariants=True).coalesce()
             if op.type.name == "AVG":
                 found = found / comm.size
             with torch.no_grad():

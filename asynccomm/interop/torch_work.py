@@ -58,6 +58,7 @@ class TorchWork(dist.Work):
         self.parts: Sequence[Work[Any]] = parts
         self._result = result
         self.finish = finish
+        self._failure: Exception | None = None  # of ``finish``
         self._future: torch.futures.Future[Any] | None = None
         if finish is not None:  # so finish also runs if no thread waits
             for part in parts:
@@ -89,14 +90,18 @@ class TorchWork(dist.Work):
                     if isinstance(exc, AsyncCommError):
                         raise
                     raise RuntimeError(f"Timed out: {exc}") from None  # the error that programs expect of torch
-        if self.finish is not None:
-            self._put_together()
+        self._put_together()
+        if self._failure is not None:
+            raise self._failure
 
     def _put_together(self) -> None:
         with _making:
             if self.finish is not None:
-                self.finish()
-                self.finish = None
+                finish, self.finish = self.finish, None
+                try:
+                    finish()
+                except Exception as exc:
+                    self._failure = exc
 
     def synchronize(self) -> None:
         self.wait()
@@ -109,7 +114,7 @@ class TorchWork(dist.Work):
     def is_completed(self) -> bool:
         if not _done(self.parts):
             return False
-        if self.finish is not None and self.exception() is None:
+        if self.exception() is None:
             self._put_together()
         return True
 
@@ -117,11 +122,11 @@ class TorchWork(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error, if a part has failed; else None."""
+        """The error, if a part has failed, or the end of the call; else None."""
         for part in self.parts:
             if part.done() and (error := part.exception()) is not None:
                 return error
-        return None
+        return self._failure
 
     def result(self) -> list[Tensor]:
         """Wait, and return the output tensors in one list."""
@@ -177,6 +182,7 @@ class TorchWork(dist.Work):
         look(here=True)  # on this thread, as the future has no callbacks yet
         if not opened.locked():
             for part in self.parts:
+                part._send()  # a scope may hold it back
                 part.listen(look)
                 if part.order is not None:
                     part.order.listen(look)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
 import pytest
 
+from asynccomm import ClosedError, WouldBlockError
 from asynccomm.blocking.portal import Portal
 from asynccomm.blocking.twins import Twin, here, made, making, there
 from tests.waiting import until
@@ -33,6 +35,9 @@ class Original:
     ) -> None:
         self.left.append(exc)
 
+    async def endless(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
 
 class Blocking(Twin[Original]):
     def __init__(self, original: Original, portal: Portal) -> None:
@@ -43,6 +48,9 @@ class Blocking(Twin[Original]):
 
     @there(Original.thread_there)
     def thread_there(self) -> Any: ...
+
+    @there(Original.endless)
+    def endless(self) -> Any: ...
 
     @making(Original.other, lambda original, portal: Blocking(original, portal))
     def other(self) -> Any: ...
@@ -81,6 +89,46 @@ def test_the_original_learns_how_the_body_has_ended() -> None:
     last.end_of_process()
     assert last._original.left == [None]
     assert no_loop_is_left()
+
+
+def test_nothing_ends_on_a_thread_with_a_loop() -> None:
+    twin = made(original, Blocking)
+
+    async def main() -> None:
+        with pytest.raises(WouldBlockError):
+            twin.close()
+        with pytest.raises(WouldBlockError), twin:
+            pass
+
+    asyncio.run(main())
+    assert not twin._original.left
+    assert twin.thread_there("") != threading.current_thread().name
+    twin.close()
+    assert twin._original.left == [None]
+    assert no_loop_is_left()
+
+
+def test_an_exception_ends_the_original_also_on_a_thread_with_a_loop() -> None:
+    twin = made(original, Blocking)
+
+    async def main() -> None:
+        with pytest.raises(ZeroDivisionError), twin:
+            raise ZeroDivisionError
+        await until(no_loop_is_left)
+
+    asyncio.run(main())
+    assert [type(exc) for exc in twin._original.left] == [ZeroDivisionError]
+    twin.close()
+
+
+def test_a_call_that_another_thread_closes_raises_an_ordinary_error() -> None:
+    twin = made(original, Blocking)
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(twin.endless)
+        asyncio.run(until(lambda: len(asyncio.all_tasks(twin._portal.loop)) > 1))
+        twin.close()
+        with pytest.raises(ClosedError, match="closed by another thread during the call"):
+            calling.result(20)
 
 
 def test_the_loop_is_released_after_errors_and_by_forgetting() -> None:

@@ -256,6 +256,42 @@ async def test_what_an_exception_left_held_back_is_dropped() -> None:
         del held
 
 
+@pytest.mark.skipif(not PYTHON_BACKENDS, reason="this torch coalesces nothing")
+@pytest.mark.ranks(2)
+async def test_a_batch_with_a_call_that_is_refused() -> None:
+    """torch does not stop coalescing if an error comes out of the middle, and then skips later collectives."""
+    with world():
+        peer = 1 - dist.get_rank()
+        bad = torch.zeros(1).expand(3)
+        with pytest.raises(ValueError, match="overlaps itself"):
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, mine(3), peer), dist.P2POp(dist.irecv, bad, peer)])
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+        found = torch.zeros(3)
+        works = [dist.P2POp(dist.isend, mine(3), peer), dist.P2POp(dist.irecv, found, peer)]
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+        assert found.tolist() == [100 * (peer + 1) + i for i in range(3)]
+
+
+@pytest.mark.ranks(2)
+async def test_sparse_tensors_of_different_shapes() -> None:
+    with world():
+        rank = dist.get_rank()
+        sparse = torch.sparse_coo_tensor([[5 * rank]], [1.0], (4 + 2 * rank,), check_invariants=True)
+        work = dist.all_reduce(sparse, async_op=True)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"tensor must have the same shape .* on all ranks"):
+                work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        assert isinstance(work.exception(), ValueError)
+        dense = torch.ones(1)
+        dist.all_reduce(dense)
+        assert dense.item() == 2
+
+
 @pytest.mark.ranks(2)
 async def test_time_limits() -> None:
     with world() as group:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Final
+
+import torch
 
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.compat.c10d.world import Group, default_group, group_or_default, registered, world
+from asynccomm.ops.validation import CommInfo, check_rank
+
+CPU: Final = torch.device("cpu")
 
 
 def get_rank(group: Group = None) -> int:
@@ -69,10 +75,20 @@ def canonical_rank(
     if group_rank is not None:
         if global_rank is not None:
             raise ValueError(f"{name} and group_{name} cannot both be given, got {global_rank!r} and {group_rank!r}")
-        return get_global_rank(group, group_rank) if return_global else group_rank
+        checked = _checked(group_or_default(group), f"group_{name}", group_rank)
+        return get_global_rank(group, checked) if return_global else checked
     if global_rank is None:
         raise ValueError(f"{name} or group_{name} must be given")
-    return global_rank if return_global else get_group_rank(group, global_rank)
+    found = _checked(group_or_default(group), name, get_group_rank(group, global_rank))
+    return global_rank if return_global else found
+
+
+def _checked(pg: ProcessGroup, name: str, rank: int) -> int:
+    """``rank``, if the group has it. Raises: ValueError, TypeError naming the argument."""
+    size = pg.size()
+    if type(rank) is int and 0 <= rank < size:
+        return rank
+    return check_rank(CommInfo(pg.group_name, pg.rank(), size, CPU), name, rank)
 
 
 def root_rank(pg: ProcessGroup, global_rank: int | None, group_rank: int | None, name: str) -> int:

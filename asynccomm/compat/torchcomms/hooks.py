@@ -94,7 +94,7 @@ class NanCheckHook:
 def _refuse_nan(side: str, name: str, comm: HookedComm, given: OpArguments) -> None:
     """Raise RuntimeError if a tensor of that side has NaN."""
     for tensor in _tensors(side, name, comm, given.arguments):
-        if tensor.is_floating_point() and torch.isnan(tensor).any():
+        if (tensor.is_floating_point() or tensor.is_complex()) and torch.isnan(tensor).any():
             raise RuntimeError(
                 f"NaN detected in {side} tensor for {name!r} on comm {comm.get_name()!r}: "
                 f"shape {tuple(tensor.shape)}, {int(torch.isnan(tensor).sum())} elements"

@@ -83,6 +83,12 @@ async def test_one_rank_given_either_way() -> None:
         with pytest.raises(ValueError, match="global rank 0 is not in group"):  # and is not rank 0 of the group
             root_rank(pg, None, None, "dst")
         assert root_rank(pg, None, 0, "dst") == 0
+        with pytest.raises(ValueError, match=r"^src must be in \[0, 3\), got 7"):
+            canonical(None, 7, name="src")
+        with pytest.raises(ValueError, match=r"^group_src must be in \[0, 2\), got 7"):
+            canonical(pg, group_rank=7, name="src")
+        with pytest.raises(TypeError, match=r"^src must be a rank \(an integer\), got 1.0"):
+            canonical(None, 1.0, name="src")
 
     await run_ranks(3, body)
 

@@ -30,6 +30,8 @@ async def test_nan_is_refused(comm: Comm) -> None:
             main.all_reduce(bad, ReduceOp.SUM, False)
         with pytest.raises(RuntimeError, match="'all_to_all'"):
             main.all_to_all([good, good], [good, bad], False)
+        with pytest.raises(RuntimeError, match="'all_reduce'"):
+            main.all_reduce(torch.tensor([complex(0, NAN)]), ReduceOp.SUM, False)
         batch = main.batch_op_create()
         batch.send(bad, 1 - rank)
         batch.recv(torch.zeros(2), 1 - rank)
