@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import contextlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import pytest
 
@@ -19,7 +22,10 @@ def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> Non
     """
     skipped = [report for report in reports if isinstance(report, Skipped)]
     if len(skipped) == len(reports):
-        pytest.skip(skipped[0].reason)
+        expected = [report for report in skipped if report.xfail]
+        if len(expected) == len(skipped):
+            pytest.xfail(expected[0].reason)
+        pytest.skip(next(report.reason for report in skipped if not report.xfail))
     passed = [report for report in reports if isinstance(report, Passed)]
     if len(passed) == len(reports):
         parts = _leftovers(passed)
@@ -32,7 +38,35 @@ def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> Non
         parts += uneven(reports)
     if skipped:
         parts.insert(0, f"only {len(skipped)} of {world.size} ranks skipped the test; all have to, or none")
-    pytest.fail("\n\n".join([*parts, note]), pytrace=False)
+    raise _failure_of(reports)("\n\n".join([*parts, note]), pytrace=False)
+
+
+def _set_text(failure: Any, text: str, pytrace: bool) -> None:
+    """The constructor of a failure, in place of that of its other base."""
+    BaseException.__init__(failure, text)
+    failure.msg, failure.pytrace = text, pytrace
+
+
+def _failure_of(reports: Sequence[Report]) -> Callable[..., BaseException]:
+    """The class of the test's failure: also of the exceptions of all ranks, for ``xfail(raises=...)``."""
+    own = [report for report in reports if isinstance(report, Failed) and report.aborted_by is None]
+    others = [report for report in reports if isinstance(report, (Died, TimedOut, Skipped))]
+    if not own or others:
+        return pytest.fail.Exception
+    try:
+        kinds = [pickle.loads(report.kinds) for report in own]
+    except Exception:  # such as a module that pytest's process has under another name
+        return pytest.fail.Exception
+    for kind in kinds[0]:
+        if kind is BaseException:
+            break
+        if all(kind in each for each in kinds):
+            with contextlib.suppress(TypeError):  # a class that allows no other base
+                own_parts = {"__init__": _set_text, "__module__": "builtins"}
+                failure: Any = type("Failed", (pytest.fail.Exception, kind), own_parts)
+                failure("text", pytrace=False)
+                return failure  # type: ignore[no-any-return]
+    return pytest.fail.Exception
 
 
 def _leftovers(reports: Sequence[Passed]) -> list[str]:

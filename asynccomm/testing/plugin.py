@@ -60,6 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # the last plugin to be registered is asked first: anyio's would run a test with its marker in this process
+    config.pluginmanager.register(_Calls(), "asynccomm-calls")
     config.addinivalue_line(
         "markers",
         "ranks(size, *, backend='auto', device='cpu', timeout=60, hints=None): run the async test on `size` processes, "
@@ -72,6 +74,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Note the state of this process before any test changes it."""
     config = session.config
     args = [f"--rootdir={config.rootpath}", f"--import-mode={config.getoption('importmode')}", "-Wignore"]
+    if config.getoption("runxfail"):
+        args += ["--runxfail"]
     args += ["-o", "addopts="]  # they may be options of the plugins that follow, which are for this process
     plugins = [*config.getoption("plugins"), "no:cov", "no:randomly", "no:xdist"]
     args += [f"-p{name}" for name in dict.fromkeys(plugins) if name not in ("cov", "randomly", "xdist")]
@@ -170,8 +174,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _pool(item.config).prepare(preparation, _world(item).size)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+class _Calls:
+    """The hook that calls test functions."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        return _call(pyfuncitem)
+
+
+def _call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("ranks") is None:
         for name in pyfuncitem._fixtureinfo.argnames:
             if isinstance(pyfuncitem.funcargs[name], RankOnly):
@@ -179,6 +190,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
                     f"{pyfuncitem.nodeid} uses the fixture `{name}` without @pytest.mark.ranks(size)", pytrace=False
                 )
         return None
+    other: Any = pyfuncitem.funcargs.get("anyio_backend", "asyncio")
+    if (other if isinstance(other, str) else other[0]) != "asyncio":
+        pytest.skip(f"ranks run on asyncio, and not on {other!r}")
     config, world, seed = pyfuncitem.config, _world(pyfuncitem), _seed(pyfuncitem.config)
     pool = _pool(config)
     tasks = tasks_of(pyfuncitem, world, pool.store, next(_run_numbers), seed, debug=config.getoption("usepdb"))

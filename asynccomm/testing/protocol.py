@@ -156,9 +156,10 @@ class Passed(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """The test called ``pytest.skip`` on this rank."""
+    """The test called ``pytest.skip`` on this rank, or ``pytest.xfail``."""
 
     reason: str
+    xfail: bool = False
 
 
 class Failed(NamedTuple):
@@ -169,6 +170,7 @@ class Failed(NamedTuple):
     aborted_by: int | None  #: the rank with the cause, if this rank failed only because of it
     waited_for: str | None  #: the operation that the test awaited at that time
     calls: Sequence[CommCalls] = ()
+    kinds: bytes = b""  #: the classes of the exception, pickled, the most special one first
 
 
 class Died(NamedTuple):

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from _pytest.fixtures import getfixturemarker
+from _pytest.unittest import TestCaseFunction
 
 from asynccomm.testing.fixtures import ADVICE, PATCHES, RankOnly, RankRequest, SendingError, pack
 from asynccomm.testing.protocol import Filters, RankTask, RankWorld, Surroundings
@@ -32,8 +34,24 @@ _ELSEWHERE: Final = {
 }
 
 
+_MODULE_SETUP: Final = (
+    *("setup_module", "teardown_module", "setUpModule", "tearDownModule"),
+    *("setup_function", "teardown_function"),
+)
+_CLASS_SETUP: Final = ("setup_class", "teardown_class", "setup_method", "teardown_method")
+
+
 def check_function(item: pytest.Function) -> None:
-    """Refuse test functions that cannot run in ranks."""
+    """Refuse test functions that cannot run in ranks, or not with their setup."""
+    if isinstance(item, TestCaseFunction):
+        pytest.fail(f"{item.nodeid}: a method of a unittest.TestCase cannot be marked `ranks`", pytrace=False)
+    places = [(item.module, _MODULE_SETUP), *([(item.cls, _CLASS_SETUP)] if item.cls is not None else [])]
+    methods = [(name, getattr(place, name, None)) for place, names in places for name in names]
+    if found := [name for name, method in methods if method is not None and getfixturemarker(method) is None]:
+        pytest.fail(
+            f"{item.nodeid}: {found[0]}() runs in pytest's own process, and not in the ranks; in place of it, {ADVICE}",
+            pytrace=False,
+        )
     function = getattr(item.cls or item.module, item.originalname)
     if not inspect.iscoroutinefunction(function):
         pytest.fail(f"{item.nodeid}: a test marked `ranks` must be an async function", pytrace=False)

@@ -21,6 +21,7 @@ from asynccomm.testing.rank_values import RankValues
 
 __all__ = ["RankSteps"]
 
+NO_ERRORS = pytest.skip.Exception, pytest.xfail.Exception
 OWN_SECONDS = 0.05  # before a failed rank aborts: other ranks may fail in the same place, with reports of their own
 
 
@@ -71,7 +72,7 @@ class RankSteps:
                 raise failure
         except BaseException as exc:  # a test may raise anything
             peer = isinstance(exc, AbortedError) and exc.rank != self._task.rank
-            if self._task.debug and not peer and not isinstance(exc, pytest.skip.Exception):
+            if self._task.debug and not peer and not isinstance(exc, NO_ERRORS):
                 self._debugger.post_mortem(exc)
             await asyncio.sleep(OWN_SECONDS)
             raise

@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import gc
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -92,6 +93,8 @@ class Worker:
             return None
 
         assertion_util._reprcompare = explain
+        if config.getoption("runxfail"):
+            pytest.xfail = _no_xfail  # type: ignore[assignment]  # as pytest does in its own process
         return config
 
     def serve(self) -> None:
@@ -165,8 +168,8 @@ class Worker:
                     self._loop = runner.get_loop()
                     runner.run(test.run())
                 unretrieved = test.unretrieved
-        except pytest.skip.Exception as exc:
-            return Skipped(str(exc))
+        except (pytest.skip.Exception, pytest.xfail.Exception) as exc:
+            return Skipped(str(exc), xfail=isinstance(exc, pytest.xfail.Exception))
         except BaseException as exc:  # a test may raise anything: CancelledError, SystemExit, pytest.fail
             return self._failed(exc, job)._replace(calls=watch.calls())
         finally:
@@ -181,7 +184,16 @@ class Worker:
         by_peer = isinstance(exc, AbortedError) and exc.rank != job.rank
         text = str(info.getrepr(style="short" if by_peer else "long", chain=not by_peer))
         aborted_by = exc.rank if isinstance(exc, AbortedError) and by_peer else None
-        return Failed(info.exconly(tryshort=True), text, aborted_by, _awaited(exc.__traceback__))
+        return Failed(
+            info.exconly(tryshort=True), text, aborted_by, _awaited(exc.__traceback__), kinds=_pickled_kinds(type(exc))
+        )
+
+
+def _no_xfail(reason: str = "") -> None:
+    pass
+
+
+_no_xfail.Exception = pytest.xfail.Exception  # type: ignore[attr-defined]
 
 
 def _awaited(traceback: TracebackType | None) -> str | None:
@@ -192,6 +204,16 @@ def _awaited(traceback: TracebackType | None) -> str | None:
         if isinstance(owner, Work):
             work = owner
     return None if work is None else f"#{work.seq} {work.op}"
+
+
+def _pickled_kinds(kind: type[BaseException]) -> bytes:
+    """The classes of an exception, as far as they can be pickled: not those of a function."""
+    kinds = []
+    for each in kind.__mro__:
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            pickle.dumps(each)
+            kinds.append(each)
+    return pickle.dumps(kinds)
 
 
 def _is_ours(path: str) -> bool:

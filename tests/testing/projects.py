@@ -62,6 +62,20 @@ PASS = """
     async def test_skip(comm):
         pytest.skip(f"not today")
 
+    @pytest.mark.anyio
+    @pytest.mark.ranks(2)
+    async def test_anyio():
+        assert "RANK" in os.environ
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(raises=LookupError, strict=True)
+    async def test_xfail_raises(comm):
+        raise KeyError("known")
+
+    @pytest.mark.ranks(2)
+    async def test_xfail_call(comm):
+        pytest.xfail("known")
+
     @pytest.mark.ranks(2)
     @pytest.mark.filterwarnings("ignore:harmless")
     async def test_warning_ignored(comm):
@@ -158,7 +172,7 @@ END = """
 """
 
 WRONG = """
-    import threading
+    import threading, unittest
 
     @pytest.fixture
     def lock():
@@ -174,6 +188,19 @@ WRONG = """
     @pytest.mark.ranks(2)
     def test_not_async():
         pass
+
+    @pytest.mark.ranks(2)
+    class TestSetup:
+        def setup_method(self):
+            self.x = 1
+
+        async def test_setup(self, comm):
+            assert self.x == 1
+
+    class TestUnit(unittest.IsolatedAsyncioTestCase):
+        @pytest.mark.ranks(2)
+        async def test_unit(self):
+            pass
 """
 
 MARKERS = {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
+from asynccomm import AbortedError, BrokenError, PeerLostError
 from asynccomm.testing.outcome import raise_outcome, uneven
 from asynccomm.testing.protocol import CommCalls, Failed, Passed, RankWorld, Report, Skipped, TimedOut
 
@@ -19,10 +22,47 @@ def test_all_ranks_decide() -> None:
     raise_outcome([Passed(0.1), Passed(0.1)], WORLD, "note")
     with pytest.raises(pytest.skip.Exception, match="first"):
         raise_outcome([Skipped("first"), Skipped("second")], WORLD, "note")
+    with pytest.raises(pytest.xfail.Exception, match="first"):
+        raise_outcome([Skipped("first", xfail=True), Skipped("second", xfail=True)], WORLD, "note")
+    with pytest.raises(pytest.skip.Exception, match="second"):
+        raise_outcome([Skipped("first", xfail=True), Skipped("second")], WORLD, "note")
     with pytest.raises(pytest.fail.Exception, match=r"only 1 of 2 ranks skipped(.|\n)*\n\nnote$"):
         raise_outcome([Skipped("first"), Passed(0.1)], WORLD, "note")
     with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2 passed, but operations failed(.|\n)*\n  a Work\n"):
         raise_outcome([Passed(0.1), Passed(0.1, unretrieved=["a Work"])], WORLD, "note")
+
+
+def failed(*kinds: type[BaseException], by: int | None = None) -> Failed:
+    return Failed("summary", "traceback", by, None, kinds=pickle.dumps(kinds))
+
+
+def test_a_failure_is_of_the_class_that_all_failed_ranks_raise() -> None:
+    """Else ``xfail(raises=...)`` would never apply."""
+    key = failed(KeyError, LookupError, Exception, BaseException, object)
+    index = failed(IndexError, LookupError, Exception, BaseException, object)
+    lost = failed(PeerLostError, BrokenError, BaseException, object)
+    for reports, expected, other in [
+        ([key, key], KeyError, IndexError),
+        ([key, Passed(0.1)], KeyError, IndexError),
+        ([key, failed(by=0)], KeyError, IndexError),
+        ([key, index], LookupError, KeyError),
+        ([key, lost], pytest.fail.Exception, Exception),
+        ([lost, lost], PeerLostError, AbortedError),
+        ([key, TimedOut("stacks")], pytest.fail.Exception, KeyError),
+        ([Failed("summary", "traceback", None, None, kinds=b"unreadable"), key], pytest.fail.Exception, KeyError),
+    ]:
+        with pytest.raises(pytest.fail.Exception) as found:
+            raise_outcome(reports, WORLD, "note")
+        assert isinstance(found.value, expected)
+        assert not isinstance(found.value, other)
+        assert str(found.value).endswith("note")
+        assert not found.value.pytrace
+
+
+@pytest.mark.parametrize("kind", [OSError, UnicodeDecodeError, SystemExit, StopIteration, ExceptionGroup, SyntaxError])
+def test_a_failure_of_any_class_has_its_text(kind: type[BaseException]) -> None:
+    with pytest.raises(pytest.fail.Exception, match="note"):
+        raise_outcome([failed(*kind.__mro__)], RankWorld(1, "auto", "cpu", 60.0, {}), "note")
 
 
 def test_equal_calls_are_fine() -> None:

@@ -41,6 +41,9 @@ def test_passes_skips_and_names(run: Run) -> None:
         "TestClass::test_method[2ranks]": "passed",
         "test_own[2ranks]": "passed",
         "test_skip[2ranks]": "skipped",
+        "test_anyio[asyncio-2ranks]": "passed",
+        "test_xfail_raises[2ranks]": "skipped",
+        "test_xfail_call[2ranks]": "skipped",
         "test_warning_ignored[2ranks]": "passed",
     }
     assert "not today" in run.text("test_skip[2ranks]", "skipped")
@@ -158,6 +161,8 @@ def test_bad_markers(run: Run, name: str) -> None:
         ),
         ("test_no_marker", "test_no_marker uses the fixture `comm` without @pytest.mark.ranks(size)"),
         ("test_not_async[2ranks]", "a test marked `ranks` must be an async function"),
+        ("TestSetup::test_setup[2ranks]", "setup_method() runs in pytest's own process, and not in the ranks"),
+        ("TestUnit::test_unit", "a method of a unittest.TestCase cannot be marked `ranks`"),
     ],
 )
 def test_misuse(run: Run, name: str, said: str) -> None:
