@@ -93,7 +93,7 @@ class NanCheckHook:
 
 def _refuse_nan(side: str, name: str, comm: HookedComm, given: OpArguments) -> None:
     """Raise RuntimeError if a tensor of that side has NaN."""
-    for tensor in _tensors(side, name, comm, given.arguments):
+    for tensor in _tensors(side, name, comm, given):
         if (tensor.is_floating_point() or tensor.is_complex()) and torch.isnan(tensor).any():
             raise RuntimeError(
                 f"NaN detected in {side} tensor for {name!r} on comm {comm.get_name()!r}: "
@@ -101,7 +101,8 @@ def _refuse_nan(side: str, name: str, comm: HookedComm, given: OpArguments) -> N
             )
 
 
-def _tensors(side: str, name: str, comm: HookedComm, arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+def _tensors(side: str, name: str, comm: HookedComm, operation: OpArguments) -> Iterator[Tensor]:
+    arguments = operation.arguments
     if name == "batch_op_issue":
         wanted = "SEND" if side == "input" else "RECV"
         yield from [op.tensor for op in arguments[0] if op.type.name == wanted]
@@ -111,6 +112,8 @@ def _tensors(side: str, name: str, comm: HookedComm, arguments: tuple[Any, ...])
     if place is None or (only == side and arguments[root] != comm._comm.rank):
         return
     given = arguments[place]
+    if given is None and side == "output" and operation.work is not None:  # of a function that makes its output
+        given = operation.work._work.result()
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, Sequence):  # None: of another rank than the root

@@ -10,7 +10,7 @@ import torch
 
 from asynccomm import Comm
 from asynccomm.compat import torchcomms
-from asynccomm.compat.torchcomms import ReduceOp, hooks
+from asynccomm.compat.torchcomms import ReduceOp, functional, hooks
 from tests.waiting import until
 
 NAN = float("nan")
@@ -52,6 +52,11 @@ async def test_nan_is_refused(comm: Comm) -> None:
             asyncio.run(until(lambda: bool(after._found)))
             with pytest.raises(RuntimeError, match="NaN detected in output tensor for 'reduce' on comm 'nan'"):
                 main.barrier(False)
+        main.barrier(False)
+        functional.all_gather_single(main, bad)
+        asyncio.run(until(lambda: bool(after._found)))
+        with pytest.raises(RuntimeError, match="NaN detected in output tensor for 'all_gather_single' on comm 'nan'"):
+            main.barrier(False)
         main.barrier(False)
         after.remove()
         main.all_reduce(bad, ReduceOp.SUM, False)
