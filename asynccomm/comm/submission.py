@@ -541,10 +541,30 @@ class Submitter:
             self.backend.abort()
 
     def detach_in_child(self, error: AsyncCommError) -> None:
-        """Raise ``error`` from all calls in a forked child, which owns neither the threads nor the connections."""
+        """Raise ``error`` from all calls in a forked child, which owns neither the threads nor the connections.
+
+        So do waits for operations in flight. They are not settled: their callbacks are the parent's.
+        """
         self.lock = ReentrantLock()  # a thread of the parent may have held the old one
         self.error = error
         self.backend = None
+        orphaned = _Orphaned(error)
+        for work in self.in_flight.all():
+            work.driver = orphaned
+
+
+@final
+class _Orphaned:
+    """The driver of operations whose process is the parent of this one."""
+
+    def __init__(self, error: AsyncCommError) -> None:
+        self._error = error
+
+    def before_await(self, work: Work[Any]) -> None:
+        """Raises: the error."""
+        raise self._error
+
+    before_block = before_await
 
 
 def weak_callback(method: Callable[[Any], object]) -> Callable[[Any], None]:

@@ -350,6 +350,45 @@ async def test_calls_in_a_forked_child_raise() -> None:
         await comm.barrier()
 
 
+@pytest.mark.parametrize("numel", [1, 300_000])
+@pytest.mark.ranks(2, backend=["shm", "gloo"])
+async def test_a_forked_child_waits_for_no_operation_of_its_parent(numel: int, comm: Comm) -> None:
+    """Which goes on in the parent, and loses nothing."""
+    for _ in range(2):
+        tensor = torch.zeros(numel)
+        await (comm.send(torch.ones(numel), 1) if comm.rank == 0 else comm.recv(tensor, 0))
+    await comm.barrier()
+    if comm.rank == 0:
+        await comm.recv(torch.zeros(1), 1, tag=1)
+        await comm.send(torch.full((numel,), 7.0), 1)
+        return
+    callbacks: list[int] = []
+    pending = comm.recv(tensor, 0)
+    pending.add_done_callback(lambda _: callbacks.append(1))
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # ends it if it waits
+            pending.wait()
+        except BaseException as exc:
+            os.write(write, f"{exc!r} {callbacks}".encode())
+        finally:
+            os._exit(0)
+    await asyncio.to_thread(os.waitpid, pid, 0)
+    os.close(write)
+    said = os.read(read, 1000)
+    os.close(read)
+    assert b"before this process was forked" in said
+    assert said.endswith(b"[]")
+    await comm.send(torch.zeros(1), 0, tag=1)
+    await pending
+    assert tensor.eq(7).all()
+
+
 # -- on processes -----------------------------------------------------------------------------------------------------
 
 
