@@ -284,7 +284,8 @@ class Session:
         """
         error = self._located(error)
         with self._breaking:
-            draining = isinstance(self.error, ClosedError) and self.in_flight.all()
+            # without a backend in a forked child: the operations are the parent's
+            draining = isinstance(self.error, ClosedError) and self.backend is not None and self.in_flight.all()
             if self.error is not None and not draining:
                 return
             self.submitter.withdraw_tensors()  # before the error is seen anywhere

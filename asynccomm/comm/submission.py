@@ -555,7 +555,7 @@ class Submitter:
 
 @final
 class _Orphaned:
-    """The driver of operations whose process is the parent of this one."""
+    """The driver of the parent's operations in a forked child."""
 
     def __init__(self, error: AsyncCommError) -> None:
         self._error = error

@@ -85,12 +85,18 @@ class ReduceOp:
 
         Args:
             factor: a number, or a tensor with one element (any device; read when the operation is called).
+
+        Raises: TypeError, ValueError: another factor; also an integer that is neither an int64 nor a uint64.
         """
         if isinstance(factor, Tensor):
             if factor.numel() != 1:
                 raise ValueError(f"factor must have one element, got shape {tuple(factor.shape)}")
+            if factor.layout is not torch.strided or factor.is_quantized or factor.is_meta:
+                raise ValueError(f"factor must be a plain, dense tensor with a value, got {factor!r}")
         elif isinstance(factor, bool) or not isinstance(factor, (int, float, complex)):
             raise TypeError(f"factor must be a number or a tensor with one element, got {factor!r}")
+        elif isinstance(factor, int) and not -(1 << 63) <= factor < 1 << 64:
+            raise ValueError(f"factor must be from -2**63 to 2**64 - 1 if it is an integer, got {factor}")
         op = ReduceOp(RedOpType.SUM)
         op._type, op._factor = RedOpType.PREMUL_SUM, factor
         return op

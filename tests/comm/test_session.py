@@ -332,22 +332,25 @@ async def test_forgetting_to_close_warns() -> None:
 
 
 async def test_calls_in_a_forked_child_raise() -> None:
-    async with loopback_world(1) as (comm,):
+    async with loopback_world(2) as (comm, other):
+        pending = comm.barrier()
         read, write = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
             pid = os.fork()
         if pid == 0:
             try:
+                comm.abort("in the child")
                 comm.barrier()
             except ClosedError as exc:
                 os.write(write, str(exc).encode())
-            os._exit(0)
+            finally:
+                os._exit(0)
         os.waitpid(pid, 0)
         assert b"before this process was forked" in os.read(read, 1000)
         os.close(read)
         os.close(write)
-        await comm.barrier()
+        await asyncio.gather(pending, other.barrier())
 
 
 @pytest.mark.parametrize("numel", [1, 300_000])

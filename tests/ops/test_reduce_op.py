@@ -90,6 +90,27 @@ def test_premul_sum_wants_one_element(shape: tuple[int, ...]) -> None:
     assert str(shape) in str(caught.value)
 
 
+@cases(
+    "factor",
+    [
+        torch.empty(1, device="meta"),
+        torch.tensor([2.0]).to_sparse(),
+        1 << 64,
+        -(1 << 63) - 1,
+        10**400,
+    ],
+)
+def test_premul_sum_wants_a_factor_that_torch_can_multiply_with(factor: Any) -> None:
+    with pytest.raises(ValueError, match="factor must be") as caught:
+        ReduceOp.PREMUL_SUM(factor)
+    assert repr(factor) in str(caught.value)
+
+
+@cases("factor", [(1 << 64) - 1, -(1 << 63)])
+def test_premul_sum_takes_all_integers_of_64_bits(factor: int) -> None:
+    assert ReduceOp.PREMUL_SUM(factor).factor == factor
+
+
 @cases("kind", [RedOpType.PREMUL_SUM, "PREMUL_SUM"])
 def test_premul_sum_needs_its_factor(kind: Any) -> None:
     with pytest.raises(ValueError, match="factor"):

@@ -26,6 +26,7 @@ END_SECONDS: Final = 2.0  # for the thread to end at process exit
 T = TypeVar("T")
 _making = threading.RLock()
 _thread: ControlThread | None = None
+_ending: set[ControlThread] = set()  # threads without users, which have not ended yet
 
 
 @final
@@ -50,6 +51,7 @@ class ControlThread:
                 self._ended = True
             self.loop.run_until_complete(_finish())  # for calls made before _ended was set
             self.loop.close()
+            _ending.discard(self)
 
     def acquire(self) -> None:
         """Add a user."""
@@ -63,6 +65,7 @@ class ControlThread:
             if self._users == 0:
                 if _thread is self:
                     _thread = None
+                _ending.add(self)
                 self.loop.call_soon_threadsafe(self.loop.stop)
 
     def call(self, function: Callable[[], object]) -> bool:
@@ -139,11 +142,14 @@ def _end_thread() -> None:
     thread = _thread
     if thread is not None:
         thread.end()
+    for each in list(_ending):  # a thread may drop a tensor, which ends the process if the interpreter has ended
+        each.join()
 
 
 def _forget_in_child() -> None:
     global _thread, _making
     _thread, _making = None, threading.RLock()
+    _ending.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from functools import partial
+from textwrap import dedent
 
 import pytest
 
@@ -34,6 +35,20 @@ def test_one_thread_for_all_until_the_last_has_gone() -> None:
     assert again is not one
     again.release()
     again.join()
+
+
+def test_the_process_waits_for_a_thread_that_is_about_to_end() -> None:
+    """A thread that drops a tensor after the end of the interpreter would end the process by SIGABRT."""
+    code = """
+        import time
+        from asynccomm.control.transport.thread import control_thread
+
+        thread = control_thread()
+        thread.call(lambda: (time.sleep(0.3), print("ended", flush=True)))
+        thread.release()
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
 def test_calls_run_on_the_thread_in_order() -> None:
