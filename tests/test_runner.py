@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from textwrap import dedent
@@ -192,6 +195,39 @@ def test_sigterm_reaches_a_program_that_does_not_come_to_await(count: int, use_u
     done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=30)
     expected = (128 + signal.SIGTERM, "did its step\n") if count == 1 else (-signal.SIGTERM, "")
     assert (done.returncode, done.stdout) == expected
+
+
+@pytest.mark.parametrize("use_uvloop", [True, False])
+def test_sigterm_wakes_an_idle_loop_whichever_thread_gets_it(use_uvloop: bool) -> None:
+    async def main() -> None:
+        threading.Thread(target=lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+        await asyncio.sleep(60)
+
+    with pytest.raises(SystemExit):
+        run(main(), use_uvloop=use_uvloop)
+
+
+def test_sigterm_ends_a_forked_child() -> None:
+    async def main() -> int:
+        read, write = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(write, b"!")  # Python drops the signals that arrive before
+                end = time.monotonic() + 30
+                while time.monotonic() < end:
+                    time.sleep(0.01)
+            finally:
+                os._exit(1)
+        os.read(read, 1)
+        os.close(read)
+        os.close(write)
+        os.kill(pid, signal.SIGTERM)
+        return (await asyncio.to_thread(os.waitpid, pid, 0))[1]
+
+    assert os.waitstatus_to_exitcode(run(main())) == -signal.SIGTERM
 
 
 def test_a_further_sigterm_ends_it_at_once() -> None:

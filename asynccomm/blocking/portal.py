@@ -153,7 +153,9 @@ class Portal:
         self.check()
         try:
             return run_on(self.loop, function)
-        except asyncio.CancelledError:  # by the end of the loop
+        except asyncio.CancelledError:
+            if self.held:
+                raise
             raise ClosedError("this comm was closed by another thread during the call") from None
 
     def leave_soon(self, function: Callable[[], Awaitable[object]]) -> None:

@@ -562,7 +562,7 @@ class _Orphaned:
 
     def before_await(self, work: Work[Any]) -> None:
         """Raises: the error."""
-        raise self._error
+        raise type(self._error)(*self._error.args)  # a new one, as each has a traceback
 
     before_block = before_await
 

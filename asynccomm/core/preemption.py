@@ -37,16 +37,23 @@ class Preemption:
             return
         loop = asyncio.get_running_loop()
         self.requested = self.polled = self.cancelled = False
-        handler = partial(self._on_signal, loop, task)
+        handler = partial(self._on_signal, os.getpid(), loop, task)
+        loop.add_signal_handler(signal.SIGTERM, _nothing)  # has the signal wake the loop, whichever thread gets it
         signal.signal(signal.SIGTERM, handler)
+        signal.siginterrupt(signal.SIGTERM, False)
         try:
             yield
         finally:
             if signal.getsignal(signal.SIGTERM) is handler:
+                loop.remove_signal_handler(signal.SIGTERM)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _on_signal(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], *_: object) -> None:
+    def _on_signal(self, pid: int, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], *_: object) -> None:
         """Between any two instructions of the main thread."""
+        if os.getpid() != pid:  # a forked child, which does not run the task
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         again, self.requested = self.requested, True
         if self.cancelled:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -238,7 +238,9 @@ class TorchCollectives:
         try:
             comm = self.comms.of(tensor)
         except Exception as exc:
-            return self._refused([tensor], exc)
+            if not self._kept(exc):
+                raise
+            return TorchWork((), [tensor])
         return self._start([tensor], comm.send, tensor, dst, tag, collective=False)
 
     def recv(self, tensors: Any, src: int | None, tag: int = 0) -> TorchWork:
@@ -246,7 +248,9 @@ class TorchCollectives:
         try:
             comm = self.comms.of(tensor)
         except Exception as exc:
-            return self._refused([tensor], exc)
+            if not self._kept(exc):
+                raise
+            return TorchWork((), [tensor])
         return self._start([tensor], comm.recv, tensor, src, tag, collective=False)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
@@ -279,7 +283,10 @@ class TorchCollectives:
         with detached():
             ours.scope.__exit__(None if error is None else type(error), error, None)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error, ours  # the traceback has this frame
         parts = [part for work in works for part in work.parts]
         finishes = [work.finish for work in works if work.finish is not None]
         result = [tensor for work in works for tensor in work.tensors()]
@@ -346,7 +353,9 @@ class TorchCollectives:
                 with detached():
                     part = call(*arguments, **options)
         except Exception as exc:
-            return self._refused(result, exc)
+            if not self._kept(exc):
+                raise
+            return TorchWork((), result)
         self._called += collective
         return self._handed(TorchWork((part,), result))
 
@@ -363,7 +372,9 @@ class TorchCollectives:
             with detached():
                 parts = start()
         except Exception as exc:
-            return self._refused(result, exc)
+            if not self._kept(exc):
+                raise
+            return TorchWork((), result)
         self._called += 1
         return self._handed(TorchWork(parts, result, finish))
 
@@ -373,17 +384,17 @@ class TorchCollectives:
             scope.works.append(work)
         return work
 
-    def _refused(self, result: list[Any], error: Exception) -> TorchWork:
-        """Raise ``error``, while coalescing at the end.
+    def _kept(self, error: Exception) -> bool:
+        """Whether this thread coalesces: then ``end_coalescing`` raises the error.
 
         An error in the middle would leave torch coalescing for ever: it records some later collectives then, and runs
         none of them.
         """
         scope = self._scopes.get(threading.get_ident())
         if scope is None:
-            raise error
-        scope.error = scope.error or error
-        return TorchWork((), result)
+            return False
+        scope.error = scope.error or error.with_traceback(None)
+        return True
 
     def _sparse(self, tensors: list[Tensor], op: Any, timeout: timedelta | None) -> TorchWork:
         """All-reduce sparse tensors: gather all ranks' entries, which differ in number, and add them on each rank.

@@ -58,6 +58,7 @@ class TorchWork(dist.Work):
         self.parts: Sequence[Work[Any]] = parts
         self._result = result
         self.finish = finish
+        self._unfinished = finish is not None
         self._failure: Exception | None = None  # of ``finish``
         self._future: torch.futures.Future[Any] | None = None
         if finish is not None:  # so finish also runs if no thread waits
@@ -90,9 +91,10 @@ class TorchWork(dist.Work):
                     if isinstance(exc, AsyncCommError):
                         raise
                     raise RuntimeError(f"Timed out: {exc}") from None  # the error that programs expect of torch
-        self._put_together()
+        if self._unfinished:
+            self._put_together()
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # the traceback has frames with this Work, and would grow
 
     def _put_together(self) -> None:
         with _making:
@@ -101,7 +103,8 @@ class TorchWork(dist.Work):
                 try:
                     finish()
                 except Exception as exc:
-                    self._failure = exc
+                    self._failure = exc.with_traceback(None)
+                self._unfinished = False
 
     def synchronize(self) -> None:
         self.wait()
@@ -114,7 +117,7 @@ class TorchWork(dist.Work):
     def is_completed(self) -> bool:
         if not _done(self.parts):
             return False
-        if self.exception() is None:
+        if self._unfinished and self.exception() is None:
             self._put_together()
         return True
 

@@ -60,8 +60,7 @@ class Waiters:
                 else:
                     await asyncio.sleep(0)
             except BaseException:
-                if self._abandoned is not None:
-                    self.loop.call_soon(self._abandoned)
+                self._abandon()
                 raise
             finally:
                 self._remove(waiter)
@@ -87,16 +86,23 @@ class Waiters:
         while (result := attempt()) is None:
             event = threading.Event()
             self._add(event.set)
-            if not self._arm():
-                event.set()
-            left = end - time.monotonic()
-            if left <= 0 or not event.wait(min(left, threading.TIMEOUT_MAX)):
+            try:
+                if not self._arm():
+                    event.set()
+                left = end - time.monotonic()
+                if left <= 0 or not event.wait(min(left, threading.TIMEOUT_MAX)):
+                    raise TimeoutError(f"{name}_sync() was not done within {timeout:g} s")
+            except BaseException:
                 self._remove(event.set)
-                if self._abandoned is not None:
-                    with contextlib.suppress(RuntimeError):  # the loop is closed
-                        self.loop.call_soon_threadsafe(self._abandoned)
-                raise TimeoutError(f"{name}_sync() was not done within {timeout:g} s")
+                self._abandon()
+                raise
         return result
+
+    def _abandon(self) -> None:
+        """From any thread."""
+        if self._abandoned is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._abandoned)
 
 
 def _setter(future: asyncio.Future[None]) -> Callable[[], object]:

@@ -34,10 +34,8 @@ _ELSEWHERE: Final = {
 }
 
 
-_MODULE_SETUP: Final = (
-    *("setup_module", "teardown_module", "setUpModule", "tearDownModule"),
-    *("setup_function", "teardown_function"),
-)
+_MODULE_SETUP: Final = ("setup_module", "teardown_module", "setUpModule", "tearDownModule")
+_FUNCTION_SETUP: Final = ("setup_function", "teardown_function")
 _CLASS_SETUP: Final = ("setup_class", "teardown_class", "setup_method", "teardown_method")
 
 
@@ -45,7 +43,8 @@ def check_function(item: pytest.Function) -> None:
     """Refuse test functions that cannot run in ranks, or not with their setup."""
     if isinstance(item, TestCaseFunction):
         pytest.fail(f"{item.nodeid}: a method of a unittest.TestCase cannot be marked `ranks`", pytrace=False)
-    places = [(item.module, _MODULE_SETUP), *([(item.cls, _CLASS_SETUP)] if item.cls is not None else [])]
+    own = (item.module, _FUNCTION_SETUP) if item.cls is None else (item.cls, _CLASS_SETUP)
+    places = [(item.module, _MODULE_SETUP), own]
     methods = [(name, getattr(place, name, None)) for place, names in places for name in names]
     if found := [name for name, method in methods if method is not None and getfixturemarker(method) is None]:
         pytest.fail(

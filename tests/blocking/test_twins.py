@@ -20,6 +20,7 @@ from tests.waiting import until
 class Original:
     def __init__(self) -> None:
         self.left: list[object] = []
+        self.begun = threading.Event()  # of ``endless``
 
     def thread(self, add: str = "") -> str:
         return threading.current_thread().name + add
@@ -36,6 +37,7 @@ class Original:
         self.left.append(exc)
 
     async def endless(self) -> None:
+        self.begun.set()
         await asyncio.get_running_loop().create_future()
 
 
@@ -125,7 +127,7 @@ def test_a_call_that_another_thread_closes_raises_an_ordinary_error() -> None:
     twin = made(original, Blocking)
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(twin.endless)
-        asyncio.run(until(lambda: len(asyncio.all_tasks(twin._portal.loop)) > 1))
+        assert twin._original.begun.wait(20)
         twin.close()
         with pytest.raises(ClosedError, match="closed by another thread during the call"):
             calling.result(20)

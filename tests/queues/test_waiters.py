@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,15 @@ async def test_an_abandoned_wait_is_reported_to_the_loop(armed: bool) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.to_thread(waiters.block, lambda: None, 0.001, "put")
     await until(lambda: len(abandoned) == 2)
+
+
+def test_a_wait_that_is_collected_after_its_loop_raises_nothing() -> None:
+    async def begin() -> Any:
+        waiting = Waiters(lambda: True, lambda: None).wait(lambda: None)
+        waiting.send(None)
+        return waiting
+
+    asyncio.run(begin()).close()
 
 
 async def test_a_thread_is_woken_and_has_a_time_limit() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import unittest
 
 import pytest
 
@@ -63,6 +64,20 @@ def test_a_failure_is_of_the_class_that_all_failed_ranks_raise() -> None:
 def test_a_failure_of_any_class_has_its_text(kind: type[BaseException]) -> None:
     with pytest.raises(pytest.fail.Exception, match="note"):
         raise_outcome([failed(*kind.__mro__)], RankWorld(1, "auto", "cpu", 60.0, {}), "note")
+
+
+class ReadOnly(Exception):
+    @property
+    def msg(self) -> str:
+        return "of the class"
+
+
+@pytest.mark.parametrize("kind", [unittest.SkipTest, KeyboardInterrupt, pytest.exit.Exception, ReadOnly])
+def test_a_failure_is_never_of_a_class_that_means_something_else(kind: type[BaseException]) -> None:
+    """pytest would skip the test, or end; or the text would be lost."""
+    with pytest.raises(pytest.fail.Exception, match=r"summary(.|\n)*note") as found:
+        raise_outcome([failed(*kind.__mro__), Passed(0.1)], WORLD, "note")
+    assert not isinstance(found.value, kind)
 
 
 def test_equal_calls_are_fine() -> None:

@@ -129,10 +129,14 @@ class Queues(CommBase):
         self, writes: bool, options: QueueOptions, members: Sequence[int], room: Store, limit: float
     ) -> MessageQueue:
         try:
-            host, handle = await self._open(writes, options, members)
+            async with within(limit):
+                host, handle = await self._open(writes, options, members)
+        except TimeoutError as exc:
+            raise BackendError(f"the queue could not be made within {limit:g} s") from exc
         except BackendError as exc:
-            with suppress(StoreError):
-                await room.set("handle", f"{PROBLEM}{exc}")
+            with suppress(StoreError, TimeoutError):
+                async with within(limit):
+                    await room.set("handle", f"{PROBLEM}{exc}")
             raise
         try:
             async with within(limit):
@@ -155,9 +159,10 @@ class Queues(CommBase):
                 host = QueueHost(writes, options, self.rank, self.name, members)
                 unless_open.callback(host.close)
                 handle = await host.open()
-            except OSError as exc:
+            except (OSError, ValueError, TypeError) as exc:  # the latter two for strings that are no addresses
                 where = f" at address {options.address!r}" if options.address else ""
-                raise BackendError(f"the queue cannot be made{where}: {exc.strerror or exc}") from exc
+                reason = isinstance(exc, OSError) and exc.strerror
+                raise BackendError(f"the queue cannot be made{where}: {reason or exc}") from exc
             unless_open.pop_all()
             return host, handle
 
