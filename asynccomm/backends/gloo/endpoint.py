@@ -123,16 +123,20 @@ class Endpoint:
         self._refused = False  # a refusal has been logged
         self._accept_at = 0.0  # when the rank listens again; 0: it listens
         self._thread: threading.Thread | None = None
-        self._inner = select.epoll()
-        self._outer = select.epoll()
-        self._front = select.epoll()
-        self._pause = select.epoll()
         self._listens = False  # whether ``_front`` contains ``_inner``
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._inner.register(self._sock.fileno(), select.EPOLLIN)
-        self._outer.register(self._inner.fileno(), select.EPOLLIN)
-        self._outer.register(self._wake, select.EPOLLIN)
-        self._pause.register(self._wake, select.EPOLLIN)
+        with contextlib.ExitStack() as unless_made:  # the process may have no more descriptors
+            unless_made.callback(self._sock.close)
+            self._inner = select.epoll()
+            self._outer = select.epoll()
+            self._front = select.epoll()
+            self._pause = select.epoll()
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            unless_made.callback(os.close, self._wake)
+            self._inner.register(self._sock.fileno(), select.EPOLLIN)
+            self._outer.register(self._inner.fileno(), select.EPOLLIN)
+            self._outer.register(self._wake, select.EPOLLIN)
+            self._pause.register(self._wake, select.EPOLLIN)
+            unless_made.pop_all()
 
     def start(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -17,6 +18,7 @@ from asynccomm.backends.gloo import endpoint as endpoint_module
 from asynccomm.backends.gloo.endpoint import Contact, Endpoint
 from asynccomm.backends.gloo.links import BULK, MessageLink
 from asynccomm.backends.gloo.messages import Header, Kind
+from asynccomm.control.transport.sockets import tcp_socket
 from asynccomm.core.mailbox import Mailbox
 from tests.waiting import until
 
@@ -62,6 +64,23 @@ def soon(condition: Any, seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.001)
+
+
+def test_nothing_stays_open_if_the_process_has_no_more_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    def listen(address: str) -> socket.socket:
+        made.append(tcp_socket(address))
+        return made[0]
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(endpoint_module, "tcp_socket", listen)
+    monkeypatch.setattr(os, "eventfd", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        Endpoint(0, 2, "127.0.0.1", "test-messages")
+    assert made[0].fileno() == -1
 
 
 def test_messages_arrive_in_order_by_the_thread_and_by_a_reader(ranks: list[Rank]) -> None:
