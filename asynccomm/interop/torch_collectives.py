@@ -234,27 +234,23 @@ class TorchCollectives:
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
-        tensor = _one(tensors)
-        try:
-            comm = self.comms.of(tensor)
-        except Exception as exc:
-            if not self._kept(exc):
-                raise
-            return TorchWork((), [tensor])
-        return self._start([tensor], comm.send, tensor, dst, tag, collective=False)
+        return self._message("send", tensors, dst, tag)
 
-    def recv(self, tensors: Any, src: int | None, tag: int = 0) -> TorchWork:
-        tensor = _one(tensors)
-        try:
-            comm = self.comms.of(tensor)
-        except Exception as exc:
-            if not self._kept(exc):
-                raise
-            return TorchWork((), [tensor])
-        return self._start([tensor], comm.recv, tensor, src, tag, collective=False)
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> TorchWork:
+        return self._message("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
-        return self.recv(tensors, None, tag)
+        return self._message("recv", tensors, None, tag)
+
+    def _message(self, method: str, tensors: Any, peer: int | None, tag: int) -> TorchWork:
+        tensor = _one(tensors)
+        try:
+            call = getattr(self.comms.of(tensor), method)
+        except Exception as exc:
+            if not self._kept(exc):
+                raise
+            return TorchWork((), [tensor])
+        return self._start([tensor], call, tensor, peer, tag, collective=False)
 
     # -- coalescing ---------------------------------------------------------------------------------------------------
 

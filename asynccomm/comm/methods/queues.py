@@ -90,7 +90,8 @@ class Queues(CommBase):
                 sooner; a core is busy meanwhile, and the other tasks of the loop run between looks of 50 us.
 
         Raises: TypeError, ValueError at the call, naming the argument; from awaiting: BackendError, which names the
-            ranks that did not come; ClosedError, BrokenError. Cancelling the await is safe.
+            ranks that did not come, or on all ranks the ``address`` that cannot be used; ClosedError, BrokenError.
+            Cancelling the await is safe.
         """
         if writer is not None and reader is not None:
             raise ValueError(f"reader must be None if there is one writer, got reader={reader!r}, writer={writer!r}")
