@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from textwrap import dedent
@@ -19,6 +18,7 @@ import uvloop
 
 from asynccomm.core.preemption import preemption
 from asynccomm.runner import run
+from tests.forking import fork
 
 runner = import_module("asynccomm.runner")
 
@@ -210,9 +210,7 @@ def test_sigterm_wakes_an_idle_loop_whichever_thread_gets_it(use_uvloop: bool) -
 def test_sigterm_ends_a_forked_child() -> None:
     async def main() -> int:
         read, write = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        pid = fork()
         if pid == 0:
             try:
                 os.write(write, b"!")  # Python drops the signals that arrive before

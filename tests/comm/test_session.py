@@ -39,6 +39,7 @@ from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Barrier, Recv
 from asynccomm.testing.local import loopback_world
 from tests.comm.sessions import alone
+from tests.forking import fork
 from tests.sampling import amount
 from tests.waiting import until
 
@@ -335,9 +336,7 @@ async def test_calls_in_a_forked_child_raise() -> None:
     async with loopback_world(2) as (comm, other):
         pending = comm.barrier()
         read, write = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
-            pid = os.fork()
+        pid = fork()
         if pid == 0:
             try:
                 comm.abort("in the child")
@@ -369,9 +368,7 @@ async def test_a_forked_child_waits_for_no_operation_of_its_parent(numel: int, c
     pending = comm.recv(tensor, 0)
     pending.add_done_callback(lambda _: callbacks.append(1))
     read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)

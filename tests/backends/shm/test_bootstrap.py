@@ -11,7 +11,6 @@ import select
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from asynccomm.backends.shm.bootstrap import (
     report_unsupported,
     unsupported,
 )
+from tests.forking import fork
 from tests.waiting import until
 
 from .segment_world import (
@@ -479,9 +479,7 @@ async def test_a_forked_child_does_not_keep_its_parent_alive(world_of: Callable[
     world = world_of(2)
     one, other = await world.all()
     (read, write), (up, down) = os.pipe(), os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads about
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         os.close(write)
         os.write(down, b"x")

@@ -2,13 +2,13 @@
 
 import os
 import threading
-import warnings
 
 import pytest
 
 from asynccomm.backends.shm import fence
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.segment import Segment, create
+from tests.forking import fork
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -59,9 +59,7 @@ def test_of_two_that_meet_one_sees_the_other() -> None:
             nobody_seen += wait_for(seen + other, 2 * number) == 2 * number and not saw
         return nobody_seen
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads about; the child only counts
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         os._exit(min(take_part(1), 255))
     assert take_part(0) == 0

@@ -7,7 +7,6 @@ import mmap
 import os
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from asynccomm import BackendError
 from asynccomm.backends.shm import segment as segment_module
 from asynccomm.backends.shm.segment import Segment, create
+from tests.forking import fork
 
 SIZE = 3 * 4096 + 64
 
@@ -164,9 +164,7 @@ def test_a_forked_child_shares_it_too() -> None:
     fd = create(SIZE)
     segment = Segment(fd, SIZE)
     os.close(fd)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads about
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         segment.words[0] = 5
         os._exit(0)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from datetime import timedelta
@@ -33,6 +32,7 @@ from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.comm import connecting as connecting_module
 from asynccomm.rendezvous.job import LEAVE_SECONDS
 from asynccomm.testing.local import loopback_world
+from tests.forking import fork
 from tests.pretended_hosts import HINTS, comm_on
 from tests.waiting import until
 
@@ -646,9 +646,7 @@ async def test_a_dropped_child_warns_and_leaves_its_family() -> None:
 
 async def test_splits_in_a_forked_child_raise() -> None:
     async with loopback_world(1) as (comm,), comm.dup() as child:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
-            pid = os.fork()
+        pid = fork()
         if pid == 0:
             told = 0
             for call in (child.barrier, comm.dup, child.dup, child.monitored_barrier):

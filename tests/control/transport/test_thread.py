@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import warnings
 from functools import partial
 from textwrap import dedent
 
@@ -17,6 +16,7 @@ from asynccomm.control.transport import thread as module
 from asynccomm.control.transport.thread import ControlThread, control_thread
 from tests.control.fake_listener import Door, Guest
 from tests.control.unauthenticated import descriptors, nothing_unclosed, until
+from tests.forking import fork
 from tests.sampling import amount
 
 
@@ -185,9 +185,7 @@ def test_many_come_and_go() -> None:
 def test_a_forked_child_has_one_of_its_own() -> None:
     thread = control_thread()
     read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         try:
             own = control_thread()
