@@ -90,7 +90,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     restart = "elastic, and N lost ranks are replaced: ASYNCCOMM_NEWCOMER is set for newcomers, which call join_comm"
     add("--restart", type=at_least_one, metavar="N", help=restart)
     add("script", metavar="SCRIPT", help="a Python script, or a module with -m")
-    add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="given to the script as they are")
+    rest = add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="given to the script as they are")
+    rest.required = False  # argparse names a remainder among the missing arguments
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

@@ -87,6 +87,7 @@ def test_cpus_per_rank(launcher) -> None:
     [
         (["-n", "0", "script.py"], "argument -n/--ranks: must be a whole number, at least 1, got '0'"),
         (["-n", "two", "script.py"], "argument -n/--ranks: must be a whole number, at least 1, got 'two'"),
+        ([], "arguments are required: -n/--ranks, SCRIPT\n"),
         (["script.py"], "arguments are required: -n/--ranks"),
         (["-n", "1"], "arguments are required: SCRIPT"),
         (["-n", "1", "--bogus", "script.py"], "unrecognized arguments: --bogus"),
