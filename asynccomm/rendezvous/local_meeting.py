@@ -10,13 +10,13 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from typing import Final, final
 from weakref import WeakSet
 
 from asynccomm.control.transport.connection import close_inherited
-from asynccomm.control.transport.sockets import local_socket, peer_user
+from asynccomm.control.transport.sockets import local_connection, local_socket, peer_user
 from asynccomm.errors import RendezvousError
+from asynccomm.store.base import within
 
 FIRST_RETRY: Final = 0.01  # seconds before rank 0 is looked for again; doubles up to LAST_RETRY
 LAST_RETRY: Final = 0.2
@@ -72,30 +72,30 @@ class PortAnnouncer:
 async def find_port(name: str, timeout: float) -> int:
     """The port that the socket ``name`` announces, once there is one. Cancelling is safe.
 
-    Raises: RendezvousError after ``timeout`` seconds.
+    Raises: RendezvousError after ``timeout`` seconds; OSError if this process cannot ask.
     """
-    deadline = time.monotonic() + timeout
     pause = FIRST_RETRY
-    while True:
-        try:
-            port = await _ask(name)
-        except OSError:
-            port = 0
-        if port:
-            return port
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise RendezvousError(f"rank 0 did not come to this host within {timeout:g} s (at the socket @{name})")
-        await asyncio.sleep(min(pause, left))
-        pause = min(2 * pause, LAST_RETRY)
+    try:
+        async with within(timeout):
+            while True:
+                with contextlib.suppress(ConnectionError):  # rank 0 is not there yet, or no more
+                    if port := await _ask(name):
+                        return port
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LAST_RETRY)
+    except TimeoutError:
+        message = f"rank 0 did not come to this host within {timeout:g} s (at the socket @{name})"
+        raise RendezvousError(message) from None
 
 
 async def _ask(name: str) -> int:
     """The answer of the socket; 0: none. Raises: OSError."""
-    reader, writer = await asyncio.open_unix_connection(f"\0{name}")
+    sock = await local_connection(f"\0{name}")  # uvloop takes no abstract names
+    if peer_user(sock) != os.geteuid():
+        sock.close()
+        return 0
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
     try:
-        if peer_user(writer.get_extra_info("socket")) != os.geteuid():
-            return 0
         text = await reader.read(16)
         return int(text) if text.isdigit() else 0
     finally:

@@ -110,4 +110,4 @@ async def admitting(comm: Comm) -> Comm:
     return await comm.reconfigure([*range(comm.size), *names])
 
 
-asyncio.run(main())
+asynccomm.run(main())

@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import secrets
 import socket
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous import local_meeting as module
@@ -29,6 +31,29 @@ def announcer(name: str) -> Iterator[PortAnnouncer]:
 
 async def test_the_port_is_found_by_many_and_again(name: str, announcer: PortAnnouncer) -> None:
     assert await asyncio.gather(*(find_port(name, 20) for _ in range(50))) == [1234] * 50
+
+
+def test_the_port_is_found_on_uvloop(name: str, announcer: PortAnnouncer) -> None:
+    assert uvloop.run(find_port(name, 20)) == 1234
+
+
+async def test_a_rank_0_that_does_not_answer_is_waited_for_in_time(name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(f"\0{name}")
+        stopped.listen()
+        with pytest.raises(RendezvousError, match="rank 0 did not come to this host within 0.05 s"):
+            await find_port(name, 0.05)
+
+
+async def test_a_process_without_descriptors_says_so(
+    name: str, announcer: PortAnnouncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(address: str) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(module, "local_connection", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        await find_port(name, 20)
 
 
 async def test_a_rank_that_comes_early_waits(name: str) -> None:

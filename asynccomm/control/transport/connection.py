@@ -23,7 +23,7 @@ from msgspec import Meta
 from asynccomm.control.timing import REACH_SECONDS
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
 from asynccomm.control.transport.schema import JsonObject, Message, MessageError, TaggedMessage, decode
-from asynccomm.control.transport.sockets import connect_in_turn, peer_user
+from asynccomm.control.transport.sockets import local_connection, peer_user
 from asynccomm.control.transport.topology import RankAddress
 
 UNSENT_BYTES: Final = 64 << 20  # unsent data after which a peer that does not read counts as lost
@@ -261,7 +261,7 @@ async def _connect(
     connection = Connection(on_answer, on_end)
     sock = None
     if isinstance(address, str):
-        sock = await _local(address)
+        sock = await local_connection(address)
         user = peer_user(sock)
         if user != os.geteuid():
             sock.close()
@@ -296,7 +296,7 @@ async def listens(contact: RankAddress, local: bool) -> bool | None:
     address: Any = f"\0{contact.local}" if local and contact.local else (contact.address, contact.port)
     try:
         if isinstance(address, str):
-            with await _local(address) as sock:
+            with await local_connection(address) as sock:
                 return peer_user(sock) == os.geteuid()
         async with asyncio.timeout(REACH_SECONDS):
             transport, _ = await loop.create_connection(asyncio.Protocol, *address)
@@ -323,16 +323,6 @@ async def end_connections() -> None:
 
 def _same(token: str, expected: str) -> bool:
     return secrets.compare_digest(token.encode(errors="replace"), expected.encode())
-
-
-async def _local(address: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        await connect_in_turn(sock, address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def _keep_alive(sock: socket.socket) -> None:

@@ -79,6 +79,17 @@ async def connect_in_turn(sock: socket.socket, address: str) -> None:
             same.close()
 
 
+async def local_connection(address: str) -> socket.socket:
+    """A connected local socket that does not block; see ``connect_in_turn``. Raises: OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        await connect_in_turn(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def run_name(run: str) -> str:
     """The name of a run within the names of its ranks' sockets."""
     text = run.encode("ascii", "replace").decode()
