@@ -384,6 +384,7 @@ class Session:
         elif self.reporter is not None:
             found = await self.reporter.roll_call(work, ROLL_CALL_SECONDS)
         if work.done():  # by now
+            self.in_flight.deadlines.look()
             return
         error = timeout_error(self.group, work, found)
         all_here = bool(found.arrived) and not found.missing

@@ -18,11 +18,12 @@ SLACK = 64  # settled entries tolerated in the heap before it is rebuilt
 
 
 class Deadlines:
-    """Calls ``expired(work)`` on the loop for the first Work that is pending past its ``timeout``.
+    """Calls ``expired(work)`` on the loop for a Work that is pending past its ``timeout``.
 
     Args:
         mailbox: of the loop that owns the timer.
-        expired: called once; the first expiry breaks the comm.
+        expired: breaks the comm, or finds that the Work has ended by itself and calls ``look``: until then, no other Work
+            expires.
     """
 
     def __init__(self, mailbox: Mailbox, expired: Callable[[Work[Any]], object]) -> None:
@@ -66,30 +67,30 @@ class Deadlines:
             self._timer.cancel()
             self._timer = None
 
-    def _arm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        with self._lock:
-            if self._closed or self._armed == math.inf:
-                return
-            delay = self._armed - time.monotonic()
-        self._timer = self._mailbox.loop.call_later(max(0.0, delay), self._fire)
-
-    def _fire(self) -> None:
-        self._timer = None
+    def look(self) -> None:
+        """Call ``expired`` for the Work that is late, or set the timer for the next one. On the loop."""
         late: Work[Any] | None = None
         with self._lock:
             heap = self._heap
             while heap and not _pending(heap[0][2]):
                 heapq.heappop(heap)
             self._armed = heap[0][0] if heap else math.inf
-            if heap and heap[0][0] <= time.monotonic():
-                late = heapq.heappop(heap)[2]()
+            if self._armed <= time.monotonic() and (late := heapq.heappop(heap)[2]()) is not None:
+                self._armed = -math.inf  # no timer until the next look
         if late is not None:
             self._expired(late)
         else:
             self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        with self._lock:
+            if self._closed or not math.isfinite(self._armed):
+                return
+            delay = self._armed - time.monotonic()
+        self._timer = self._mailbox.loop.call_later(max(0.0, delay), self.look)
 
 
 def _pending(reference: weakref.ref[Work[Any]]) -> bool:

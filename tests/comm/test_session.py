@@ -202,7 +202,11 @@ async def test_an_operation_that_completes_during_the_roll_call_is_no_failure(mo
         hub_of(a).release()
         released.set()
         await work
-        await a.aclose()
+        hub_of(a).hold()
+        asked.clear()
+        b.barrier()
+        with pytest.raises(CollectiveTimeoutError):
+            await a.barrier(timeout=0.05)
         assert work.exception() is None
 
 

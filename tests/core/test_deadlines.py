@@ -89,6 +89,21 @@ async def test_only_the_late_one_expires(bench: Bench) -> None:
     assert not late.done(), "what happens to it is for the comm to say"
 
 
+async def test_another_one_expires_only_once_the_late_one_has_ended_by_itself(bench: Bench) -> None:
+    late, other = bench.watched(0.01), bench.watched(0.02)
+    async with asyncio.timeout(10):
+        await bench.fired.wait()
+        bench.watched(0.001).settle()
+        await asyncio.sleep(0)
+        assert bench.loop.live() == 0
+        assert bench.expired == [late]
+        late.settle()
+        bench.fired.clear()
+        bench.deadlines.look()
+        await bench.fired.wait()
+    assert bench.expired == [late, other]
+
+
 async def test_the_nearest_deadline_counts_whatever_the_order(bench: Bench) -> None:
     bench.watched(60.0)
     bench.watched(30.0)
