@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from asynccomm.backends.arithmetic import plain
 from asynccomm.errors import PayloadError, PayloadTypeError
 from asynccomm.queues.layout import BYTES, OBJECT, framed
 from asynccomm.queues.options import QueueOptions
@@ -30,7 +31,7 @@ class OutgoingItem:
         else:
             parcel = encode(PayloadKind.ITEM, item, "item", weights_only=weights_only)
             self._kind, self._head, self.total = OBJECT, len(parcel.head), len(parcel.head) + parcel.nbytes
-            self._parts = [parcel.head, *(tensor.contiguous() for tensor in parcel.tensors if tensor.numel())]
+            self._parts = [parcel.head, *(plain(tensor) for tensor in parcel.tensors if tensor.numel())]
         self._part = self._at = 0
 
     @property

@@ -56,6 +56,12 @@ def test_strided_tensors_arrive() -> None:
     assert torch.equal(through(tensor), tensor)
 
 
+def test_conjugated_and_negated_views_arrive_as_their_values() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    assert through(tensor.conj()).tolist() == [1 - 2j, 3 + 4j]
+    assert through({"part": tensor.conj().imag})["part"].tolist() == [-2.0, 4.0]
+
+
 def test_frames_of_an_item_are_never_more_than_announced() -> None:
     for item in (b"", bytes(100), bytes(2 * MOST), {"t": torch.zeros(300), "e": torch.zeros(0)}):
         _, writer, (reader,) = ends(ENDS[-1], RING)
