@@ -6,8 +6,9 @@ uses the way back, and the gradients of both calls use the opposite way.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, SupportsIndex, final
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from asynccomm.ops import dims, lists, variable
-from asynccomm.ops.base import Call
+from asynccomm.ops.base import Call, layout_of
+from asynccomm.ops.movement import AllGather
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.routing import Arrangement, Route, Routing
 from asynccomm.ops.validation import CommInfo, as_list, check_sizes, check_tensor, empty
@@ -109,7 +111,7 @@ def dispatch(
     link: Link | None = None,
     note: str = "",
 ) -> Call:
-    """The checked call. ``note`` is compared between the ranks if they exchange the sizes."""
+    """The checked call. ``note`` must be equal on all ranks."""
     tensors = _checked(group, hidden, extras)
     if routing is None:
         return _to_all(group, tensors, sizes, link, note)
@@ -186,7 +188,11 @@ def _to_all(
     if sizes is not None:
         call = lists.all_gather_v(group, None, tensors, sizes, 0)
         counts = check_sizes("sizes", sizes, group.size)
-        return call._replace(finish=lambda received: _as_received(group, link, received, counts))
+        op = call.op
+        if note:  # nothing but the operation is compared
+            assert isinstance(op, AllGather)
+            op = replace(op, layout=layout_of([op.layout, zlib.crc32(note.encode())]))
+        return call._replace(op=op, finish=lambda received: _as_received(group, link, received, counts))
     finish = partial(_as_received, group, link)
     return variable.exchange(group, "dispatch_to_all", [tensors], finish, note, shared=True)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asynccomm import Comm, PayloadError, Routing, WouldBlockError, experts
+from asynccomm import CollectiveMismatchError, Comm, PayloadError, Routing, WouldBlockError, experts
 from asynccomm.testing import loopback_world
 
 WIDTH, EXPERTS, CHOSEN = 4, 5, 2
@@ -161,6 +161,18 @@ async def test_modes_that_differ_between_ranks_are_an_error() -> None:
         works.append(experts.dispatch(b, torch.ones(1, 3), routing))
         for work in works:
             with pytest.raises(PayloadError, match=r"rank \d sent a tensor that differs in dtype"):
+                await work
+
+
+@pytest.mark.parametrize("grad", [False, True])
+async def test_with_sizes_ranks_that_differ_in_their_gradients_are_an_error(grad: bool) -> None:
+    hidden = torch.ones(1, 3, requires_grad=True)
+    async with loopback_world(2) as (a, b):
+        with torch.set_grad_enabled(grad):
+            works = [experts.dispatch(a, hidden, extras=[torch.ones(1, 2, requires_grad=True)], sizes=[1, 1])]
+        works.append(experts.dispatch(b, hidden, extras=[torch.ones(1, 2)], sizes=[1, 1]))
+        for work in works:
+            with pytest.raises(CollectiveMismatchError, match="all_gather"):
                 await work
 
 
