@@ -89,9 +89,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--min-ranks", type=at_least_one, metavar="N", help=least)
     restart = "elastic, and N lost ranks are replaced: ASYNCCOMM_NEWCOMER is set for newcomers, which call join_comm"
     add("--restart", type=at_least_one, metavar="N", help=restart)
-    add("script", metavar="SCRIPT", help="a Python script, or a module with -m")
-    rest = add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="given to the script as they are")
-    rest.required = False  # argparse names a remainder among the missing arguments
+    program = "a Python script, or a module with -m, and its arguments, which it gets as they are"
+    add("program", metavar="SCRIPT", nargs=argparse.PARSER, help=program)
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -115,8 +114,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> LaunchOptions:
     """Check the arguments beyond argparse's own checks, and create the log folder."""
     size, per_rank, log_dir = arguments.ranks, arguments.cpus_per_rank, arguments.log_dir
-    if not arguments.module and not os.path.exists(arguments.script):
-        parser.error(f"argument SCRIPT: {arguments.script!r} does not exist")
+    program = arguments.program[1:] if arguments.program[0] == "--" else arguments.program
+    if not program:
+        parser.error("the following arguments are required: SCRIPT")
+    if not arguments.module and not os.path.exists(program[0]):
+        parser.error(f"argument SCRIPT: {program[0]!r} does not exist")
     if arguments.trace is not None and not arguments.trace.parent.is_dir():
         parser.error(f"argument --trace: the folder {str(arguments.trace.parent)!r} does not exist")
     if arguments.trace is not None and arguments.trace.is_dir():
@@ -141,7 +143,7 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             parser.error(f"argument --log-dir: cannot make {str(log_dir)!r}: {exc.strerror}")
     return LaunchOptions(
         size=size,
-        command=(sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments),
+        command=(sys.executable, *(["-m"] if arguments.module else []), *program),
         run_id=arguments.run_id or secrets.token_hex(8),
         threads=str(per_rank) if per_rank else threads_of(os.environ, len(cpus), size),
         cpus=tuple(sets),

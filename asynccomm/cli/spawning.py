@@ -57,7 +57,7 @@ def spawn(
     ::
 
         async def mean(comm, value):
-            return (await comm.all_reduce(torch.tensor(value * comm.rank), "avg")).item()
+            return (await comm.all_reduce(torch.tensor(value * comm.rank), asynccomm.ReduceOp.AVG)).item()
 
         assert asynccomm.spawn(mean, 4, 2.0) == [3.0] * 4
 

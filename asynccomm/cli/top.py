@@ -52,10 +52,13 @@ class RankLine:
 
 def lines_of(before: JobSnapshot, now: JobSnapshot) -> list[RankLine]:
     """A line for each rank of each comm."""
-    earlier = {(comm.comm, state.rank): state for comm in before.comms for state in comm.ranks}
+    # disjoint groups may share a name, but not a process
+    earlier = {(comm.comm, state.host, state.pid): state for comm in before.comms for state in comm.ranks}
     seconds = max(1e-9, now.when - before.when)
     return [
-        _line(comm, state, earlier.get((comm.comm, state.rank)), seconds) for comm in now.comms for state in comm.ranks
+        _line(comm, state, earlier.get((comm.comm, state.host, state.pid)), seconds)
+        for comm in now.comms
+        for state in comm.ranks
     ]
 
 

@@ -29,6 +29,8 @@ SIGNAL: Final = "ASYNCCOMM_DUMP_SIGNAL"  # "USR1" or "USR2"
 PREFIX: Final = "rank_"  # of the files, as torchfrtrace expects: a prefix and the rank
 SIGNALS: Final = {"USR1": signal.SIGUSR1, "USR2": signal.SIGUSR2}
 
+RecordedComm = tuple[Submitter, Sequence[int]]  # a comm in a dump, and its ranks in the job
+
 _log = logging.getLogger("asynccomm")
 _writing = threading.Lock()  # one dump at a time in a process: all go to one file
 
@@ -56,8 +58,8 @@ def calls_of(submitter: Submitter) -> list[CallRecord]:
     return records
 
 
-def dump_comms(comms: Sequence[tuple[Submitter, Sequence[int]]]) -> dict[str, Any]:
-    """The dump of comms, each given with its ranks in the job. From any thread."""
+def dump_comms(comms: Sequence[RecordedComm]) -> dict[str, Any]:
+    """The dump of comms. From any thread."""
     groups, records = [], []
     for number, (submitter, ranks) in enumerate(comms):
         error = submitter.error
@@ -68,6 +70,7 @@ def dump_comms(comms: Sequence[tuple[Submitter, Sequence[int]]]) -> dict[str, An
             submitter.backend.name if submitter.backend is not None else "",
             tuple(ranks),
             submitter.group.rank,
+            submitter.counts.collectives,
             f"{type(error).__name__}: {error}" if isinstance(error, BrokenError) else "",
         )
         groups.append(group)
@@ -85,7 +88,7 @@ def packed(submitter: Submitter, ranks: Sequence[int], most: int) -> str:
         dump["entries"] = dump["entries"][(len(dump["entries"]) + 1) // 2 :]
 
 
-def write_dump(comms: Sequence[tuple[Submitter, Sequence[int]]], directory: Path, rank: int) -> Path:
+def write_dump(comms: Sequence[RecordedComm], directory: Path, rank: int) -> Path:
     """Write the dump of a process to ``directory``, which is made if necessary. Raises: OSError."""
     dump = dump_comms(comms)
     path = directory / f"{PREFIX}{rank}"
@@ -97,28 +100,30 @@ def write_dump(comms: Sequence[tuple[Submitter, Sequence[int]]], directory: Path
     return path
 
 
-def dump_failure(
-    error: BrokenError, own: Submitter, comms: Callable[[], Sequence[tuple[Submitter, Sequence[int]]]]
-) -> None:
+def dump_failure(error: BrokenError, own: Submitter, comms: Callable[[], Sequence[RecordedComm]]) -> None:
     """Write the dump if a folder is set, and log its place; this rank's own abort is no failure. From any thread."""
     directory = os.environ.get(DIRECTORY)
     if not directory or (isinstance(error, AbortedError) and error.rank == own.group.rank):
         return
     try:
-        path = write_dump(comms(), Path(directory), process_rank(own))
+        found = comms()
+        if not found:  # the comm has not connected
+            return
+        named = next((each for each in found if each[0] is own), found[0])
+        path = write_dump(found, Path(directory), _process_rank(*named))
     except Exception as exc:  # the report of a failure must not fail
         _log.warning("comm %r is broken; its flight recorder could not be written: %s", own.group.name, exc)
         return
     _log.warning("comm %r is broken; the flight recorder is in %s", own.group.name, path)
 
 
-def process_rank(own: Submitter) -> int:
-    """The rank that names this process's file: the launcher's, else the one in the comm."""
+def _process_rank(submitter: Submitter, ranks: Sequence[int]) -> int:
+    """The rank that names this process's file: the launcher's, else the one in the job of a comm."""
     rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() else own.group.rank
+    return int(rank) if rank.isdecimal() else ranks[submitter.group.rank]
 
 
-def dump_at_signal(comms: Callable[[], Sequence[tuple[Submitter, Sequence[int]]]]) -> None:
+def dump_at_signal(comms: Callable[[], Sequence[RecordedComm]]) -> None:
     """Install the handler of the signal that the environment names, if it names one. On the main thread only.
 
     The program's own handler of the signal, if there is one, is called afterwards.
@@ -144,7 +149,7 @@ def dump_at_signal(comms: Callable[[], Sequence[tuple[Submitter, Sequence[int]]]
         found = comms()
         if found:
             try:
-                path = write_dump(found, Path(os.environ.get(DIRECTORY) or "."), process_rank(found[0][0]))
+                path = write_dump(found, Path(os.environ.get(DIRECTORY) or "."), _process_rank(*found[0]))
                 _log.warning("the flight recorder is in %s", path)
             except OSError as exc:
                 _log.warning("the flight recorder could not be written: %s", exc)

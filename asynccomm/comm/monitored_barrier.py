@@ -42,6 +42,7 @@ class MonitoredBarrier(Op):
     """A barrier over the store; not a collective of the backend."""
 
     kind = "monitored_barrier"
+    p2p = True  # no part of the sequence of collectives
     wait_all_ranks: bool = False
 
     def __str__(self) -> str:

@@ -20,7 +20,6 @@ from msgspec import to_builtins
 
 from asynccomm.comm.flight import packed
 from asynccomm.comm.in_flight import RollCall
-from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.comm.submission import Submitter
 from asynccomm.comm.wire_errors import decode_error, encode_error
 from asynccomm.control.channel import ControlChannel
@@ -368,7 +367,7 @@ class Reporter:
             return {}
         known: dict[int, tuple[Op, CallSite | None]] = {}
         for op, site, number in _known_calls(submitter):
-            if not op.p2p and not isinstance(op, MonitoredBarrier):  # these have numbers of their own
+            if not op.p2p:
                 known.setdefault(number, (op, site))
         found: list[JsonObject] = []
         while seq + len(found) in known and len(found) < EXPLAINED:

@@ -27,7 +27,7 @@ from typing import Any, Final, Protocol, final
 
 from asynccomm.backends.base import Backend
 from asynccomm.comm.deferring import DeferredCalls
-from asynccomm.comm.flight import dump_at_signal, dump_failure
+from asynccomm.comm.flight import RecordedComm, dump_at_signal, dump_failure
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
 from asynccomm.comm.losses import located, may_be_recorded
 from asynccomm.comm.monitored_barrier import MonitoredBarriers
@@ -398,9 +398,9 @@ def open_sessions() -> list[Session]:
     return [session for session in list(_alive) if session.backend is not None and not session.ended]
 
 
-def _recorded() -> list[tuple[Submitter, list[int]]]:
-    """The open comms of this process for its flight recorder, with their ranks in the job."""
-    return [(session.submitter, list(session.identity.job_ranks)) for session in open_sessions()]
+def _recorded() -> list[RecordedComm]:
+    """The open comms of this process for its flight recorder, without those that another comm of the name replaces."""
+    return [(each.submitter, each.identity.job_ranks) for each in open_sessions() if each.identity.has_name]
 
 
 def _of_stream(work: Work[Any]) -> bool:

@@ -96,7 +96,8 @@ def begin_trace(session: Session) -> TraceRecorder:
     session.submitter.check_loop()
     session.submitter.check_open()
     group = session.group
-    recorder = TraceRecorder(group, session.identity.job_ranks[group.rank])
+    identity = session.identity
+    recorder = TraceRecorder(group, identity.key, identity.job_ranks[group.rank])
     session.submitter.watch(recorder)
     recorder.start(session.mailbox.loop)
     return recorder

@@ -22,8 +22,8 @@ class Deadlines:
 
     Args:
         mailbox: of the loop that owns the timer.
-        expired: breaks the comm, or finds that the Work has ended by itself and calls ``look``: until then, no other Work
-            expires.
+        expired: breaks the comm, or finds that the Work has ended by itself and calls ``look``: no other Work expires
+            until then.
     """
 
     def __init__(self, mailbox: Mailbox, expired: Callable[[Work[Any]], object]) -> None:

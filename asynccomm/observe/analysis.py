@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 Dump = dict[str, Any]
-COMPARED: Final = ("profiling_name", "input_dtypes", "output_dtypes")  # equal on all ranks of a collective
+COMPARED: Final = ("profiling_name", "input_dtypes", "output_dtypes", "signature")  # equal on all ranks of a collective
 _RANK: Final = re.compile(r"(\d+)$")
 
 
@@ -108,7 +108,7 @@ class Findings:
 
     comm: str
     ranks: tuple[int, ...]
-    absent: tuple[int, ...]  #: ranks without a dump
+    absent: tuple[int, ...]  #: ranks without a dump of the comm
     compared: int  #: collectives that all ranks have recorded
     suspect: Suspect | None
     slowest: int | None  #: the rank that was last most of the times; None: too few collectives to tell
@@ -153,31 +153,34 @@ def analyze(dumps: Mapping[int, Dump]) -> list[Findings]:
     Args:
         dumps: by rank of the job.
     """
-    names = dict.fromkeys(name for dump in dumps.values() for name in dump["pg_config"])
-    found = [_examine(name, dumps) for name in names]
+    # disjoint groups may share a name
+    comms = dict.fromkeys((name, str(of["ranks"])) for dump in dumps.values() for name, of in dump["pg_config"].items())
+    found = [_examine(name, ranks, dumps) for name, ranks in comms]
     return sorted(found, key=lambda each: each.suspect is None)
 
 
-def _examine(name: str, dumps: Mapping[int, Dump]) -> Findings:
-    described = next(dump["pg_config"][name] for dump in dumps.values() if name in dump["pg_config"])
-    ranks = tuple(int(rank) for rank in json.loads(str(described["ranks"])))
+def _examine(name: str, listed: str, dumps: Mapping[int, Dump]) -> Findings:
+    ranks = tuple(int(rank) for rank in json.loads(listed))
     calls: dict[int, dict[int, Dump]] = {}
+    begins: list[int] = []  # of each rank's ring: its older calls were dropped, and nothing is known of them
     for rank in ranks:
-        if rank in dumps:
+        described = dumps[rank]["pg_config"].get(name) if rank in dumps else None
+        if described is not None and str(described["ranks"]) == listed:
             entries = [entry for entry in dumps[rank]["entries"] if entry["process_group"][0] == name]
-            calls[rank] = {entry["collective_seq_id"]: entry for entry in entries if not entry["is_p2p"]}
+            numbered = [entry for entry in entries if not entry["is_p2p"] and entry["collective_seq_id"] >= 0]
+            calls[rank] = {entry["collective_seq_id"]: entry for entry in numbered}
+            begins.append(min(calls[rank], default=described.get("collectives", 0)))
     shared = sorted(set.intersection(*map(set, calls.values()))) if calls else []
     slowest, times, behind = _slowest([{rank: each[seq] for rank, each in calls.items()} for seq in shared])
-    absent = tuple(rank for rank in ranks if rank not in dumps)
-    return Findings(name, ranks, absent, len(shared), _suspect(calls), slowest, times, behind)
+    absent = tuple(rank for rank in ranks if rank not in calls)
+    suspect = _suspect(calls, max([0, *begins]))
+    return Findings(name, ranks, absent, len(shared), suspect, slowest, times, behind)
 
 
-def _suspect(calls: Mapping[int, Mapping[int, Dump]]) -> Suspect | None:
-    """The first collective that some ranks did not call, that differs, or else that is not complete."""
-    # a ring begins where its oldest calls were dropped: nothing is known before
-    begin = max((min(own, default=0) for own in calls.values()), default=0)
+def _suspect(calls: Mapping[int, Mapping[int, Dump]], begin: int) -> Suspect | None:
+    """The first collective from ``begin`` on that some ranks did not call, that differs, or else is not complete."""
     unfinished: Suspect | None = None
-    for seq in sorted({seq for own in calls.values() for seq in own if seq >= max(begin, 0)}):
+    for seq in sorted({seq for own in calls.values() for seq in own if seq >= begin}):
         there = {rank: own[seq] for rank, own in calls.items() if seq in own}
         shown = {rank: _shown(entry) for rank, entry in there.items()}
         missing = tuple(rank for rank in calls if rank not in there)

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 Part = Mapping[str, Any]  # of one comm on one rank, as ``tracing.TraceRecorder.part`` makes it
 Slice = dict[str, Any]
+_Collectives = defaultdict[tuple[str, str, int], dict[int, Slice]]  # by the comm's name and key, and number; by rank
 DIRECTORY: Final = "ASYNCCOMM_TRACE_DIR"  # the variable with the folder for the parts of a traced run
 PART: Final = "asynccommPart"  # the key of a single part in its file, so that files can be merged
 LANES: Final = 1000  # rows of a comm
@@ -29,13 +30,13 @@ def merged(parts: Sequence[Part]) -> dict[str, Any]:
     """The trace of the parts of any ranks and comms, as an object of the trace event format."""
     origin = min((_begin(part) for part in parts), default=0.0)
     events: list[Slice] = []
-    slices: dict[tuple[str, int], dict[int, Slice]] = defaultdict(dict)  # by comm and number, of collectives, by rank
+    slices: _Collectives = defaultdict(dict)
     rows: dict[int, int] = defaultdict(int)  # comms of each process so far
     for part in sorted(parts, key=lambda part: (part["process"], _begin(part))):
         rows[part["process"]] += 1
         events += _of_part(part, rows[part["process"]] * LANES, origin, slices)
     numbers = itertools.count(1)
-    for (comm, seq), by_rank in slices.items():
+    for (comm, _, seq), by_rank in slices.items():
         events += _arrows(comm, seq, by_rank, numbers)
     events += [_wait(by_rank, each) for by_rank in slices.values() for each in by_rank if _waits(by_rank, each)]
     # slices of one row in the order of their begin, an outer one first; metadata have no time
@@ -53,7 +54,7 @@ def _begin(part: Part) -> float:
     return float(min(times, default=0.0)) + float(part["offset"])
 
 
-def _of_part(part: Part, row: int, origin: float, slices: dict[tuple[str, int], dict[int, Slice]]) -> Iterator[Slice]:
+def _of_part(part: Part, row: int, origin: float, slices: _Collectives) -> Iterator[Slice]:
     process, offset = part["process"], float(part["offset"])
 
     def at(seconds: float) -> float:
@@ -83,7 +84,7 @@ def _of_part(part: Part, row: int, origin: float, slices: dict[tuple[str, int], 
         if op["finished"] is None:
             found["args"]["open"] = True
         if not op["p2p"] and op["seq"] >= 0:
-            slices[part["comm"], op["seq"]][part["rank"]] = found
+            slices[part["comm"], part["key"], op["seq"]][part["rank"]] = found
         yield found
     for lane in range(len(ends)):
         yield named("thread_name", row + lane, f"{part['comm']}{f' ({lane + 1})' if lane else ''}")

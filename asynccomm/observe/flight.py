@@ -17,6 +17,7 @@ import torch
 from asynccomm.core.callsite import CallSite, line_number
 from asynccomm.core.work import UNNUMBERED
 from asynccomm.ops import AllToAll, Broadcast, Op, Parcels, PeerOp, Reduce
+from asynccomm.ops.signature import signature
 
 VERSION: Final = "2.10"  # of torch's format
 NAMES: Final = {  # names in torch's backends, where they differ
@@ -38,6 +39,10 @@ class RecordedGroup(Protocol):
     ranks: tuple[int, ...]  #: of the job
     rank: int  #: this process's, in the comm
     error: str  #: the error that broke the comm; empty: none
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives called so far, with those whose records were dropped."""
 
 
 class RecordedCall(Protocol):
@@ -72,6 +77,7 @@ class CommRecord:
     backend: str
     ranks: tuple[int, ...]
     rank: int
+    collectives: int
     error: str = ""
 
 
@@ -121,9 +127,7 @@ def dump_of(
     dump: dict[str, Any] = {
         "version": VERSION,
         "comm_lib_version": "",
-        "pg_config": {
-            group.name: {"name": group.name, "desc": group.desc, "ranks": str(list(group.ranks))} for group in there
-        },
+        "pg_config": {group.name: _described(group) for group in there},
         "pg_status": {str(group.number): status_of(group, records) for group in there},
     }
     if entries is not None:
@@ -132,15 +136,20 @@ def dump_of(
     return dump
 
 
+def _described(group: RecordedGroup) -> dict[str, Any]:
+    ranks = str(list(group.ranks))
+    return {"name": group.name, "desc": group.desc, "ranks": ranks, "collectives": group.collectives}
+
+
 def status_of(group: RecordedGroup, records: Records) -> dict[str, str]:
     """Numbers of a group's last submitted and last completed collective; -1 for none."""
     mine = [record for each, record in records if each is group and not record.op.p2p]
-    called = max([record.number_on_comm for record in mine], default=UNNUMBERED)
+    called = group.collectives - 1  # the records may be of messages only, later than all collectives
     done = [record.number_on_comm for record in mine if record.finished is not None and record.error is None]
     status = {
         "last_enqueued_collective": str(called),
         "last_started_collective": str(called),
-        "last_completed_collective": str(max(done, default=UNNUMBERED)),
+        "last_completed_collective": str(max(done, default=UNNUMBERED if mine else called)),
     }
     return {**status, "error": group.error} if group.error else status
 
@@ -172,6 +181,8 @@ def _entry(group: RecordedGroup, record: RecordedCall, since: int, frames: bool)
         "retired": finished is not None,
         "op": str(op),
     }
+    if not op.p2p and seq != UNNUMBERED:
+        entry["signature"] = list(signature(op))  # equal on all ranks
     if done and finished is not None:
         entry["duration_ms"] = (finished - record.started) * 1e3
     if record.error is not None:

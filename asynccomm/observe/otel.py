@@ -11,8 +11,10 @@ histograms as operations end.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, final
+from weakref import WeakKeyDictionary
 
 from asynccomm.observe.lateness import Lateness
 from asynccomm.observe.metrics import Metrics, OpMetrics, Recording
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 NAME: Final = "asynccomm"
+
+_Callback = Callable[["CallbackOptions"], Iterable["Observation"]]
+_instruments: WeakKeyDictionary[Meter, _Instruments] = WeakKeyDictionary()
+_default: Meter | None = None  # kept: before the program sets its provider, each request makes another meter
+_making = threading.Lock()
 
 
 class _Measured(Protocol):
@@ -66,6 +73,7 @@ def instrument(comm: MeasuredComm, meter: Meter | None = None) -> None:
 
     Raises: RuntimeError without OpenTelemetry's API, or for a comm without metrics.
     """
+    global _default
     try:
         from opentelemetry import metrics  # noqa: PLC0415 (an extra)
     except ImportError as exc:
@@ -73,22 +81,24 @@ def instrument(comm: MeasuredComm, meter: Meter | None = None) -> None:
     measured = comm.statistics().measured
     if measured is None:
         raise RuntimeError("the comm has no metrics: make it with hints={'metrics': 'on'}, or set ASYNCCOMM_METRICS")
-    _Instruments(comm, measured, metrics.get_meter(NAME) if meter is None else meter, metrics.Observation)
+    with _making:
+        if meter is None:
+            meter = _default = _default or metrics.get_meter(NAME)
+        instruments = _instruments.get(meter)
+        if instruments is None:
+            instruments = _instruments[meter] = _Instruments(meter, metrics.Observation)
+    measured.metrics.record(_Instrumented(comm, measured, instruments))
 
 
 @final
-class _Instruments(Recording):
-    """The instruments of one comm."""
+class _Instruments:
+    """The instruments of a meter, which has one of each name: all comms report by them."""
 
-    def __init__(
-        self, comm: MeasuredComm, measured: _Measured, meter: Meter, observation: Callable[..., Observation]
-    ) -> None:
-        self._comm: MeasuredComm | None = comm
-        self._measured = measured
+    def __init__(self, meter: Meter, observation: Callable[..., Observation]) -> None:
+        self.comms: dict[_Instrumented, None] = {}  # open ones, in the order of their instrumentation
         self._observation = observation
-        self._labels: dict[str, str | int] = {"comm": comm.name, "rank": comm.rank}
-        self._latency = meter.create_histogram("asynccomm.latency", "s", "Time from the call to the end of operations.")
-        self._wait = meter.create_histogram("asynccomm.wait_for_last", "s", "Time of waiting for the last rank.")
+        self.latency = meter.create_histogram("asynccomm.latency", "s", "Time from the call to the end of operations.")
+        self.wait = meter.create_histogram("asynccomm.wait_for_last", "s", "Time of waiting for the last rank.")
         counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
         counter("asynccomm.operations", self._of_kinds(lambda each: each.completed), "{operation}")
         counter("asynccomm.failures", self._of_kinds(lambda each: each.failed), "{operation}")
@@ -97,36 +107,45 @@ class _Instruments(Recording):
         counter("asynccomm.last", [self._last], "{operation}", "Collectives to which a rank came last.")
         gauge("asynccomm.in_flight", self._of_statistics(lambda each: each.in_flight), "{operation}")
         gauge("asynccomm.in_flight_bytes", self._of_statistics(lambda each: each.bytes_in_flight), "By")
-        measured.metrics.record(self)
 
-    def ended(self, kind: str, nbytes: int, seconds: float, error: str) -> None:
-        if not error:
-            self._latency.record(seconds, {**self._labels, "op": kind})
-
-    def waited_for_last(self, seconds: float) -> None:
-        self._wait.record(seconds, self._labels)
-
-    def closed(self) -> None:
-        self._comm = None  # instruments cannot be removed from a meter: they report no more, and hold no comm
-
-    def _of_kinds(
-        self, value: Callable[[OpMetrics], int]
-    ) -> Sequence[Callable[[CallbackOptions], Iterable[Observation]]]:
+    def _of_kinds(self, value: Callable[[OpMetrics], int]) -> Sequence[_Callback]:
         def observe(options: CallbackOptions) -> Iterable[Observation]:
-            kinds = self._measured.metrics.kinds.copy()
-            return [self._observation(value(each), {**self._labels, "op": kind}) for kind, each in kinds.items()]
+            for each in self.comms.copy():
+                for kind, metrics in each.measured.metrics.kinds.copy().items():
+                    yield self._observation(value(metrics), {**each.labels, "op": kind})
 
         return [observe]
 
-    def _of_statistics(
-        self, value: Callable[[_Statistics], int]
-    ) -> Sequence[Callable[[CallbackOptions], Iterable[Observation]]]:
+    def _of_statistics(self, value: Callable[[_Statistics], int]) -> Sequence[_Callback]:
         def observe(options: CallbackOptions) -> Iterable[Observation]:
-            comm = self._comm
-            return [] if comm is None else [self._observation(value(comm.statistics()), self._labels)]
+            for each in self.comms.copy():
+                yield self._observation(value(each.comm.statistics()), each.labels)
 
         return [observe]
 
     def _last(self, options: CallbackOptions) -> Iterable[Observation]:
-        ranks = self._measured.lateness.ranks
-        return [self._observation(each.times_last, {**self._labels, "last": each.rank}) for each in ranks]
+        for each in self.comms.copy():
+            for rank in each.measured.lateness.ranks:
+                yield self._observation(rank.times_last, {**each.labels, "last": rank.rank})
+
+
+@final
+class _Instrumented(Recording):
+    """A comm that reports by instruments."""
+
+    def __init__(self, comm: MeasuredComm, measured: _Measured, instruments: _Instruments) -> None:
+        self.comm = comm
+        self.measured = measured
+        self.labels: dict[str, str | int] = {"comm": comm.name, "rank": comm.rank}
+        self._instruments = instruments
+        instruments.comms[self] = None
+
+    def ended(self, kind: str, nbytes: int, seconds: float, error: str) -> None:
+        if not error:
+            self._instruments.latency.record(seconds, {**self.labels, "op": kind})
+
+    def waited_for_last(self, seconds: float) -> None:
+        self._instruments.wait.record(seconds, self.labels)
+
+    def closed(self) -> None:
+        self._instruments.comms.pop(self, None)

@@ -31,11 +31,13 @@ class TraceRecorder(Watcher):
 
     Args:
         group: the comm.
+        key: tells comms with the same name apart; equal on all ranks.
         rank: names the process among those of the trace.
     """
 
-    def __init__(self, group: CommInfo, rank: int) -> None:
+    def __init__(self, group: CommInfo, key: str, rank: int) -> None:
         self._group = group
+        self._key = key
         self._rank = rank
         self._done: list[Called] = []  # calls of the fast path
         self._rows: list[_Row] = []  # all other calls
@@ -96,6 +98,7 @@ class TraceRecorder(Watcher):
         rows += [_plain(row.op, row.site, row.seq, row.started, row.finished, row.error) for row in self._rows]
         return {
             "comm": group.name,
+            "key": self._key,
             "rank": group.rank,
             "size": group.size,
             "process": self._rank,

@@ -53,6 +53,12 @@ class NameReservation:
                 raise ValueError(f"name {name!r} is in use by an open comm of this process: take another or close it")
             _claims[self._key] = self
 
+    @property
+    def held(self) -> bool:
+        """Whether the name has not been released. From any thread."""
+        with _claiming:
+            return _claims.get(self._key) is self
+
     def release(self) -> None:
         """Make the name available again. Idempotent; from any thread."""
         with _claiming:
@@ -212,6 +218,11 @@ class CommIdentity:
         """The members with these ``ranks``, renumbered from 0."""
         members = [self.members[old] for old in ranks]
         return [each if each.rank == new else replace(each, rank=new) for new, each in enumerate(members)]
+
+    @property
+    def has_name(self) -> bool:
+        """Whether the name is reserved for this comm, and not available to another one. From any thread."""
+        return self._reservation.held
 
     def free_name(self) -> None:
         """Make the name available to another comm. From any thread."""

@@ -6,7 +6,6 @@ import weakref
 from typing import final
 
 from asynccomm.comm import session as sessions
-from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.comm.session import Session
 from asynccomm.core.callsite import show
 from asynccomm.core.work import UNNUMBERED
@@ -49,12 +48,8 @@ def _calls_of(session: Session) -> tuple[CommCalls, BrokenError | None]:
     submitter = session.submitter
     # the order of operations without a number is not agreed yet: a rank may learn of it later than another rank
     held = [work for work in session.in_flight.pending() if work.seq == UNNUMBERED and not work.op.p2p]
-    held = [work for work in held if not isinstance(work.op, MonitoredBarrier)]
-    last = [
-        (number, str(op), show(site))
-        for op, site, number, *_ in submitter.recent.copy()
-        if not op.p2p and not isinstance(op, MonitoredBarrier)
-    ][-SHOWN:]
+    recent = submitter.recent.copy()
+    last = [(number, str(op), show(site)) for op, site, number, *_ in recent if not op.p2p][-SHOWN:]
     last += [(submitter.counts.collectives + index, str(work.op), show(work.site)) for index, work in enumerate(held)]
     called = submitter.counts.collectives + len(held)
     error = session.error if isinstance(session.error, BrokenError) else None

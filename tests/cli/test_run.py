@@ -62,6 +62,13 @@ def test_module(launcher) -> None:
     assert (code, out) == (0, "[0] __main__ package ['--lr', '1']\n")
 
 
+@pytest.mark.parametrize("given", [["--", "b"], ["a", "--", "b"], ["-n", "2", "--tee"]])
+def test_arguments_of_the_script_are_given_as_they_are(launcher, given: list[str]) -> None:
+    script = launcher.script("import sys; print(sys.argv[1:])")
+    for place in ([script], ["--", script]):
+        assert launcher.run("run", "-n", "1", *place, *given)[:2] == (0, f"[0] {given}\n")
+
+
 def test_threads_share_the_cpus(launcher) -> None:
     cpus = len(os.sched_getaffinity(0))
     for size in (1, cpus + 1):
@@ -90,6 +97,7 @@ def test_cpus_per_rank(launcher) -> None:
         ([], "arguments are required: -n/--ranks, SCRIPT\n"),
         (["script.py"], "arguments are required: -n/--ranks"),
         (["-n", "1"], "arguments are required: SCRIPT"),
+        (["-n", "1", "--"], "arguments are required: SCRIPT"),
         (["-n", "1", "--bogus", "script.py"], "unrecognized arguments: --bogus"),
         (["-n", "1", "missing.py"], "argument SCRIPT: 'missing.py' does not exist"),
         (["-n", "1", "--master-port", "70000", "script.py"], "argument --master-port: must be a port"),

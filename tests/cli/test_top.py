@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,12 @@ def test_rates_and_the_ranks_that_a_rank_waits_for() -> None:
     assert (first.op, first.busy, first.waits_for) == ("all_reduce(float32[4], SUM) #5", True, (1,))
     assert (first.per_second, first.gb_per_second) == (2.0, 2.0)
     assert (second.op, second.busy, second.waits_for) == ("barrier() #4", False, ())
+
+
+def test_comms_with_the_same_name_are_counted_apart() -> None:
+    busy, idle = (replace(state(0, calls), pid=pid) for calls, pid in ((1000, 10), (0, 20)))
+    shot = [Diagnosis("main/tp", (busy,)), Diagnosis("main/tp", (idle,))]
+    assert [line.per_second for line in lines_of(JobSnapshot(1.0, shot), JobSnapshot(2.0, shot))] == [0.0, 0.0]
 
 
 def test_a_rank_that_does_not_answer_has_its_reason() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, CollectiveTimeoutError, Comm, new_comm
-from asynccomm.comm import flight
+from asynccomm import AbortedError, CollectiveMismatchError, CollectiveTimeoutError, Comm, new_comm
+from asynccomm.comm import flight, session
 from asynccomm.comm.flight import calls_of, dump_comms, packed
 from asynccomm.observe.analysis import analyze, load_dump, unpacked
 from asynccomm.testing.local import loopback_world
@@ -76,6 +76,57 @@ async def test_a_failure_writes_the_dumps_of_all_ranks(
     found = next(each for each in analyze({rank: load_dump(tmp_path / f"rank_{rank}") for rank in range(2)}))
     assert found.suspect is not None
     assert any("the flight recorder is in" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_split_comm_names_the_dump_by_its_rank_in_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(flight.DIRECTORY, str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+    async with loopback_world(3) as comms:
+        a, b = await asyncio.gather(*(comm.split([1, 2], "pair") for comm in comms[1:]))
+        with pytest.raises(CollectiveTimeoutError):
+            await b.all_reduce(torch.ones(1), timeout=0.05)
+        await until(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["rank_1", "rank_2"])
+        await asyncio.gather(a.aclose(), b.aclose())
+
+
+async def test_a_comm_that_another_one_has_replaced_is_no_part_of_the_dump() -> None:
+    async with loopback_world(1) as (comm,):
+        assert [each for each, _ in session._recorded()] == [comm._submitter]
+        new = await comm.reconfigure([0])
+        assert [each for each, _ in session._recorded()] == [new._submitter]
+        await new.aclose()
+
+
+async def test_records_of_messages_do_not_hide_the_number_of_collectives() -> None:
+    async with loopback_world(1, hints={"recorder": "2"}) as (comm,):
+        await comm.barrier()
+        for _ in range(3):
+            await asyncio.gather(comm.send(torch.ones(1), 0), comm.recv(torch.ones(1), 0))
+        dump = dump_comms([(comm._submitter, [0])])
+        assert dump["pg_config"]["test"]["collectives"] == 1
+        assert set(dump["pg_status"]["0"].values()) == {"0"}
+
+
+async def test_a_monitored_barrier_is_no_collective_of_the_dump() -> None:
+    async with loopback_world(2) as (a, b):
+        await asyncio.gather(a.barrier(), b.barrier())
+        work = a.monitored_barrier()
+        assert [entry["is_p2p"] for entry in entries(a)] == [False, True]
+        await asyncio.gather(work, b.monitored_barrier())
+
+
+async def test_collectives_that_differ_in_their_root_or_shape_are_told_apart() -> None:
+    async with loopback_world(2) as (a, b):
+        works = [a.broadcast(torch.ones(2), 0), b.broadcast(torch.ones(2), 1)]
+        dumps = {comm.rank: dump_comms([(comm._submitter, [0, 1])]) for comm in (a, b)}
+        (found,) = analyze(dumps)
+        assert found.suspect is not None
+        assert (found.suspect.seq, found.suspect.problem) == (0, "different")
+        for work in works:
+            with pytest.raises(CollectiveMismatchError):
+                await work
 
 
 async def test_the_own_abort_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ def entry(seq: int, *, at: float = 0.0, name: str = "shm:all_reduce", state: str
     }
 
 
-def dump(*entries: Any, ranks: str = "[0, 1, 2]") -> Any:
+def dump(*entries: Any, ranks: str = "[0, 1, 2]", **described: Any) -> Any:
     return {
-        "pg_config": {"main": {"name": "main", "desc": "main", "ranks": ranks}},
+        "pg_config": {"main": {"name": "main", "desc": "main", "ranks": ranks, **described}},
         "pg_status": {},
         "entries": list(entries),
     }
@@ -55,6 +55,29 @@ def test_a_rank_that_called_something_else_is_named() -> None:
     assert (found.suspect.problem, found.suspect.ranks) == ("different", (2,))
 
 
+def test_a_collective_that_differs_in_more_than_its_kind_is_named() -> None:
+    (found,) = analyze({rank: dump(entry(0), entry(1, signature=[1, 2 + (rank == 1)])) for rank in range(3)})
+    assert found.suspect is not None
+    assert (found.suspect.seq, found.suspect.problem, found.suspect.ranks) == (1, "different", (1,))
+
+
+def test_groups_with_the_same_name_are_compared_apart() -> None:
+    calls = {0: 3, 1: 3, 2: 4, 3: 3}
+    dumps = {
+        rank: dump(*map(entry, range(count)), ranks="[0, 1]" if rank < 2 else "[2, 3]") for rank, count in calls.items()
+    }
+    hung, fine = analyze(dumps)
+    assert (hung.ranks, fine.ranks, fine.suspect) == ((2, 3), (0, 1), None)
+    assert hung.suspect is not None
+    assert (hung.suspect.seq, hung.suspect.problem, hung.suspect.ranks) == (3, "missing", (3,))
+
+
+def test_a_rank_that_has_not_such_a_comm_has_no_dump_of_it() -> None:
+    dumps = {0: dump(entry(0), ranks="[0, 1]"), 1: {"pg_config": {}, "pg_status": {}, "entries": []}}
+    (found,) = analyze(dumps)
+    assert (found.absent, found.suspect) == ((1,), None)
+
+
 def test_a_collective_that_all_called_and_some_did_not_complete() -> None:
     (found,) = analyze({rank: dump(entry(0, state="started" if rank else "completed")) for rank in range(3)})
     assert found.suspect is not None
@@ -68,6 +91,15 @@ def test_a_ring_that_has_dropped_its_oldest_calls_is_no_difference() -> None:
     assert found.suspect is None
     assert found.compared == 6
     assert "all collectives match" in str(found)
+
+
+@pytest.mark.parametrize(("called", "missing"), [(5, ()), (4, (1,)), (0, (1,))])
+def test_a_ring_of_messages_only_is_behind_if_its_rank_has_called_less(called: int, missing: tuple[int, ...]) -> None:
+    messages = [entry(0, is_p2p=True)]
+    whole = dump(*map(entry, range(5)), ranks="[0, 1]", collectives=5)
+    (found,) = analyze({0: whole, 1: dump(*messages, ranks="[0, 1]", collectives=called)})
+    assert (() if found.suspect is None else found.suspect.ranks) == missing
+    assert found.suspect is None or found.suspect.seq == called
 
 
 def test_the_slowest_rank_is_named_with_its_lateness() -> None:

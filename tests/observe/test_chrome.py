@@ -87,13 +87,29 @@ def op(seq: int, started: float, finished: float | None, **rest: Any) -> dict[st
 
 
 def part(rank: int, *ops: dict[str, Any], offset: float = 0.0, **rest: Any) -> dict[str, Any]:
-    found = {"comm": "main", "rank": rank, "size": 2, "process": rank, "host": "h", "pid": 10 + rank, "offset": offset}
+    found = {
+        "comm": "main",
+        "key": "k",
+        "rank": rank,
+        "size": 2,
+        "process": rank,
+        "host": "h",
+        "pid": 10 + rank,
+        "offset": offset,
+    }
     found |= {"uncertainty": 1e-5, "ops": list(ops), "batches": [], "waits": [], "lags": [], "dropped": 0}
     return found | rest
 
 
 def slices(trace: dict[str, Any], category: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event.get("cat") == category and event["ph"] == "X"]
+
+
+def test_comms_with_the_same_name_do_not_wait_for_each_other() -> None:
+    other = part(0, op(0, 5.0, 5.1), key="other", process=2, pid=12)
+    trace = merged([part(0, op(0, 1.0, 1.021)), part(1, op(0, 1.02, 1.021)), other])
+    (wait,) = slices(trace, "wait")
+    assert (wait["name"], wait["pid"]) == ("wait for rank 1", 0)
 
 
 def test_the_wait_for_the_last_rank_is_a_slice_within_the_operation() -> None:

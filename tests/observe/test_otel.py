@@ -8,9 +8,12 @@ import torch
 
 pytest.importorskip("opentelemetry.sdk.metrics", reason="OpenTelemetry's SDK is not installed")
 
+from opentelemetry import metrics
+from opentelemetry.metrics._internal import _ProxyMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from asynccomm.observe import otel
 from asynccomm.observe.otel import instrument
 from asynccomm.testing.local import loopback_world
 
@@ -41,6 +44,41 @@ async def test_counters_gauges_and_histograms() -> None:
         await asyncio.gather(work, b.barrier())
     assert "asynccomm.in_flight" not in read(reader), "the comm has closed"
     provider.shutdown()
+
+
+async def test_all_comms_report_by_the_instruments_of_a_meter_until_they_close() -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    async with (
+        loopback_world(1, name="first", hints={"metrics": "on"}) as (first,),
+        loopback_world(1, name="second", hints={"metrics": "on"}) as (second,),
+    ):
+        for comm in (first, second):
+            instrument(comm, provider.get_meter("test"))
+            await comm.barrier()
+
+        def comms(name: str) -> list[Any]:
+            return [point.attributes["comm"] for point in read(reader).get(name, [])]
+
+        names = ("asynccomm.operations", "asynccomm.in_flight", "asynccomm.ready_waits")
+        assert [comms(name) for name in names] == [["first", "second"]] * 3
+        await first.aclose()
+        assert [comms(name) for name in names] == [["second"]] * 3
+    assert "asynccomm.operations" not in read(reader)
+    provider.shutdown()
+
+
+async def test_a_comm_is_reported_by_a_provider_that_is_set_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, reader = _ProxyMeterProvider(), InMemoryMetricReader()  # the global provider cannot be reset
+    monkeypatch.setattr(otel, "_default", None)
+    monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
+    async with loopback_world(2, hints={"metrics": "on"}) as (a, b):
+        instrument(a)
+        instrument(b)
+        await asyncio.gather(a.barrier(), b.barrier())
+        provider.on_set_meter_provider(MeterProvider([reader]))
+        ranks = [point.attributes["rank"] for point in read(reader)["asynccomm.operations"]]
+        assert ranks == [0, 1]
 
 
 async def test_a_comm_without_metrics_is_refused() -> None:

@@ -15,7 +15,7 @@ from tests.waiting import until
 
 async def test_calls_with_their_ends_and_errors() -> None:
     async with loopback_world(2) as (a, b):
-        recorder = TraceRecorder(a._group, 7)
+        recorder = TraceRecorder(a._group, "k", 7)
         a._submitter.watch(recorder)
         await asyncio.gather(a.all_reduce(torch.ones(2)), b.all_reduce(torch.ones(2)))
         work = a.barrier()
@@ -39,7 +39,7 @@ async def test_calls_with_their_ends_and_errors() -> None:
 async def test_a_long_trace_counts_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MOST", 2)
     async with loopback_world(1) as (comm,):
-        recorder = TraceRecorder(comm._group, 0)
+        recorder = TraceRecorder(comm._group, "k", 0)
         comm._submitter.watch(recorder)
         for _ in range(5):
             await comm.barrier()
@@ -51,7 +51,7 @@ async def test_a_long_trace_counts_what_it_leaves_out(monkeypatch: pytest.Monkey
 async def test_the_lag_of_the_loop_is_sampled_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "LAG_SECONDS", 0.001)
     async with loopback_world(1) as (comm,):
-        recorder = TraceRecorder(comm._group, 0)
+        recorder = TraceRecorder(comm._group, "k", 0)
         recorder.start(asyncio.get_running_loop())
         await until(lambda: len(recorder.part()["lags"]) > 3)
         recorder.stop()

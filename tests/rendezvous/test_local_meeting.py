@@ -41,7 +41,7 @@ async def test_a_rank_0_that_does_not_answer_is_waited_for_in_time(name: str) ->
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(f"\0{name}")
         stopped.listen()
-        with pytest.raises(RendezvousError, match="rank 0 did not come to this host within 0.05 s"):
+        with pytest.raises(RendezvousError, match=r"rank 0 did not come to this host within 0\.05 s"):
             await find_port(name, 0.05)
 
 

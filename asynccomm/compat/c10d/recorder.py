@@ -99,6 +99,12 @@ class GroupRecorder(Watcher):
         self.rank: int = pg.rank()
         self.error: str = ""  #: the error that broke the comm
         self._recorder = recorder
+        self._counts = comm._submitter.counts
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives called so far."""
+        return self._counts.collectives
 
     def called(self, call: Call, work: Work[Any]) -> None:
         record = self._recorder.add(self, call, work)

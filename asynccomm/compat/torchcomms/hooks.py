@@ -178,7 +178,8 @@ class FlightRecorderHook:
             error = inner._session.error
             shown = f"{type(error).__name__}: {error}" if isinstance(error, BrokenError) else ""
             ranks = tuple(range(inner.size))
-            group = CommRecord(number, comm.get_name(), comm.get_name(), inner.backend, ranks, inner.rank, shown)
+            name, called = comm.get_name(), inner._submitter.counts.collectives
+            group = CommRecord(number, name, name, inner.backend, ranks, inner.rank, called, shown)
             groups.append(group)
             records = [*records, *[(group, call) for call in calls_of(inner._submitter) if call.started >= self._since]]
         chosen = [each for each in records if include_completed or each[1].finished is None]

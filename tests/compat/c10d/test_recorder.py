@@ -82,7 +82,7 @@ async def test_what_an_operation_leaves() -> None:
         await dist.all_reduce(torch.ones(4, 5, dtype=torch.int8), group=pg)
         dump = dumped()
         assert re.fullmatch(r"\d+\.\d+", dump["version"])
-        assert dump["pg_config"]["1"] == {"name": "1", "desc": "pair", "ranks": "[0, 1]"}
+        assert dump["pg_config"]["1"] == {"name": "1", "desc": "pair", "ranks": "[0, 1]", "collectives": 2}
         assert dump["pg_status"]["1"] == {
             "last_enqueued_collective": "1",
             "last_started_collective": "1",
@@ -96,6 +96,7 @@ async def test_what_an_operation_leaves() -> None:
         (frame,) = second.pop("frames")
         assert (frame["name"], frame["filename"]) == ("body", __file__)
         assert "torch.int8" in Path(__file__).read_text().splitlines()[frame["line"] - 1]
+        assert second.pop("signature") != first["signature"]
         assert second == {
             "record_id": 1,
             "pg_id": 1,
