@@ -42,7 +42,7 @@ class RecordedGroup(Protocol):
 
     @property
     def collectives(self) -> int:
-        """The number of collectives called so far, with those whose records were dropped."""
+        """The number of collectives called so far, also of those without a record any more."""
 
 
 class RecordedCall(Protocol):
