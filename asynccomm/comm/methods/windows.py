@@ -46,7 +46,9 @@ class Windows(CommBase):
                 await window.signal(0, slot=comm.rank)
 
         The memory and the signals are zero at first. The ranks may differ in ``nbytes``, also 0, but not in
-        ``signals``. Cancelling is safe: the ranks make the window, which this rank then does not use.
+        ``signals``. Cancelling abandons the wait: the window is made, and the other ranks may use this rank's memory
+        until the comm closes. A rank without the window cannot take part in closing it: the others leave that to the
+        comm, or their ``aclose`` is a collective that differs.
 
         Args:
             nbytes: bytes of this rank's memory.
@@ -72,7 +74,7 @@ class Windows(CommBase):
         made = self._make(number, given, timeout)
         info, backend = await shielded_acquire(made, lambda made: made[1].abort())
         shape = None if like is None else (like.shape, like.dtype)
-        barrier = partial(self._call, None, None, None, _BARRIER)
+        barrier = partial(self._call, None, None, f"end of window {number}", _BARRIER)  # no other barrier fits it
         return Window(self._submitter, info, backend, backend.fast_path(self._fast), shape, barrier)
 
     def _check_windows(self) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from asynccomm import BackendError, Comm, new_comm
+from asynccomm import BackendError, CollectiveMismatchError, Comm, new_comm
 from asynccomm.testing import loopback_world
 
 
@@ -45,6 +45,10 @@ async def test_a_rank_that_is_cancelled_does_not_hold_up_the_others() -> None:
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         await window.put(torch.ones(1), 0)
+        barrier = comms[0].barrier()
+        await window.aclose()
+        with pytest.raises(CollectiveMismatchError, match="end of window 0"):
+            await barrier
 
 
 async def test_a_window_that_a_rank_does_not_make_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
