@@ -70,7 +70,7 @@ def _line(comm: Diagnosis, state: RankState, before: RankState | None, seconds: 
     pending = state.pending[0] if state.pending else None
     shown = pending or state.last
     waits_for: tuple[int, ...] = ()
-    if pending is not None and pending.seq >= 0 and not pending.op.startswith(("send", "recv")):
+    if pending is not None and pending.seq >= 0 and not pending.p2p:
         waits_for = tuple(each.rank for each in comm.ranks if each.collectives <= pending.seq)
     text = state.doing if not state.answered else "" if shown is None else f"{shown.op} #{shown.seq}"
     rates = max(0, calls) / seconds, max(0, nbytes) / seconds / 1e9

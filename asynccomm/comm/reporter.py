@@ -444,4 +444,4 @@ def _known_calls(submitter: Submitter) -> list[tuple[Op, CallSite | None, int]]:
 
 def _called(call: Called, now: float) -> dict[str, Any]:
     op, site, seq, when, _ = call
-    return {"op": str(op), "seq": seq, "age": round(now - when, 3), "site": show(site)}
+    return {"op": str(op), "seq": seq, "age": round(now - when, 3), "site": show(site), "p2p": op.p2p}

@@ -18,6 +18,7 @@ class PendingOp:
     seq: int  #: number on the comm; -1: not sent yet
     age: float  #: seconds since the call
     site: str  #: place of the call; empty: unknown
+    p2p: bool = False  #: whether it is no part of the sequence of collectives
 
     def __str__(self) -> str:
         number = f" #{self.seq}" if self.seq >= 0 else ""

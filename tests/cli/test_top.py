@@ -51,6 +51,12 @@ def test_rates_and_the_ranks_that_a_rank_waits_for() -> None:
     assert (second.op, second.busy, second.waits_for) == ("barrier() #4", False, ())
 
 
+def test_a_wait_in_a_window_is_not_for_the_ranks_with_fewer_collectives() -> None:
+    waiting = PendingOp("wait_signal(0 >= 1, window=0)", 5, 0.1, "", p2p=True)
+    now = JobSnapshot(1.0, [Diagnosis("main", (state(0, 6, pending=waiting), state(1, 5)))])
+    assert lines_of(now, now)[0].waits_for == ()
+
+
 def test_comms_with_the_same_name_are_counted_apart() -> None:
     busy, idle = (replace(state(0, calls), pid=pid) for calls, pid in ((1000, 10), (0, 20)))
     shot = [Diagnosis("main/tp", (busy,)), Diagnosis("main/tp", (idle,))]
