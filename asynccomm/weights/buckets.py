@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
-import torch
 from torch import Tensor
 
+from asynccomm.backends.arithmetic import is_plain
+from asynccomm.backends.regions import bytes_of
 from asynccomm.weights.layout import Layout
 from asynccomm.weights.plan import BoxTransfer
 
@@ -81,9 +82,7 @@ def direct(bucket: Bucket, tensors: Mapping[str, Tensor], layout: Layout, *, sen
     _, transfer = bucket.boxes[0]
     name = transfer.source if sending else transfer.name
     box = view(tensors[name], layout[name].offsets, transfer)
-    if box.dtype != transfer.dtype or not box.is_contiguous() or box.is_conj() or box.is_neg():
-        return None
-    return box.reshape(-1).view(torch.uint8)
+    return bytes_of(box) if box.dtype == transfer.dtype and is_plain(box) else None
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, Tensor], layout: Layout, message: Tensor) -> None:

@@ -115,5 +115,11 @@ def test_only_contiguous_boxes_of_the_right_dtype_travel_without_a_copy() -> Non
     assert direct(rows, {"a": tensors["a"].T.contiguous().T}, layout, sending=True) is None
     negative = torch.complex(torch.zeros(4, 4), tensors["a"]).conj().imag
     assert direct(rows, {"a": negative}, layout, sending=True) is None
+    element = Bucket(((0, BoxTransfer("b", "b", torch.float32, (0,), (1,))),), 4)
+    alone = torch.arange(12.0).view(3, 4)[:, 1][:1]  # a stride of 4, which torch counts as contiguous
+    found = direct(element, {"b": alone}, {"b": part((1,))}, sending=False)
+    assert found is not None
+    found.copy_(torch.tensor([5.0]).view(torch.uint8))
+    assert alone.item() == 5
     assert largest([rows, columns], [False, True]) == 32
     assert largest([rows], [False]) == 0
