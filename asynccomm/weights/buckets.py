@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
-from asynccomm.backends.arithmetic import is_plain
+from asynccomm.backends.arithmetic import is_plain, write
 from asynccomm.backends.regions import bytes_of
 from asynccomm.weights.layout import Layout
 from asynccomm.weights.plan import BoxTransfer
@@ -96,7 +96,7 @@ def unpack(bucket: Bucket, tensors: Mapping[str, Tensor], layout: Layout, messag
     """Copy the boxes from ``message`` into the server's ``tensors``."""
     for start, transfer in bucket.boxes:
         box = view(tensors[transfer.name], layout[transfer.name].offsets, transfer)
-        box.copy_(_typed(message, start, transfer))
+        write(box, _typed(message, start, transfer))
 
 
 def _typed(message: Tensor, start: int, transfer: BoxTransfer) -> Tensor:

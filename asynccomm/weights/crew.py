@@ -276,7 +276,8 @@ class Crew:
         for name in own:
             if name not in self._copy:
                 tensor = weights.tensors[name]
-                self._copy[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                with torch.inference_mode(False):  # threads write it, and later pushes may be outside of the mode
+                    self._copy[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         for name, part in weights.layout.items():
             self._copy[name] = self._copy[part.tied or name]
 

@@ -14,6 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from asynccomm.backends.arithmetic import write
 from asynccomm.weights.layout import Weights, is_dtensor
 
 __all__ = ["Staging"]
@@ -37,7 +38,7 @@ class Staging:
             {}
             if in_place
             else {
-                name: torch.empty_like(tensor)
+                name: _like(tensor)
                 for name, tensor in weights.tensors.items()
                 if not weights.layout[name].tied
             }
@@ -60,7 +61,7 @@ class Staging:
                     self._copies[name], owner.data = owner.data, copy
                     swapped.add(name)
                 else:
-                    weights.tensors[name].copy_(copy)
+                    write(weights.tensors[name], copy)
             for name, part in weights.layout.items():
                 if part.tied in swapped:
                     weights.owners[name].data = weights.owners[part.tied].data
@@ -72,6 +73,12 @@ class Staging:
             other = sorted({name for name in names if weights.layout.get(name) != self.layout.get(name)})
             raise ValueError(f"state must have the tensors of its server's making, but these are others: {other}")
         return weights
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """New memory, which may change places with ``tensor``: an inference tensor if ``tensor`` is one."""
+    with torch.inference_mode(tensor.is_inference()):
+        return torch.empty_like(tensor)
 
 
 def _alone(weights: Weights) -> set[str]:

@@ -105,7 +105,8 @@ async def receive(fan: Comm, buckets: Sequence[Bucket], tensors: Mapping[str, Te
 def _buffers(buckets: Sequence[Bucket], straight: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
     """Memory for the buckets that must be copied."""
     size = largest(buckets, [message is None for message in straight])
-    return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(AHEAD if size else 0)]
+    with torch.inference_mode(False):  # threads write it, too
+        return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(AHEAD if size else 0)]
 
 
 async def _finished(task: asyncio.Task[None]) -> None:

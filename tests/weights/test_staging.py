@@ -76,6 +76,15 @@ def test_the_whole_of_a_view_keeps_its_memory_too() -> None:
         assert model.part.eq(value).all()
 
 
+def test_inference_tensors_change_places_with_inference_tensors_only() -> None:
+    ordinary = nn.Linear(2, 2)
+    with torch.inference_mode():
+        inference = nn.Linear(2, 2)
+        copy = staging(ordinary)
+    assert not any(tensor.is_inference() for tensor in copy.tensors.values())
+    assert all(tensor.is_inference() for tensor in staging(inference).tensors.values())
+
+
 def test_values_of_a_mapping_are_copied_into() -> None:
     state = {"a": torch.zeros(3)}
     copy, address = staging(state), state["a"].data_ptr()

@@ -19,6 +19,13 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+def two_layers() -> nn.Module:
+    """A large message of one tensor, a message of the others, and a buffer that is a view."""
+    model = nn.Sequential(nn.Linear(3, 600), nn.Linear(600, 600))
+    model.register_buffer("part", model[0].bias.detach()[:5])
+    return model
+
+
 async def test_requests_see_one_version_while_the_next_arrives() -> None:
     sizes = [(300, 200), (200, 100), (100, 300)]  # copied in threads, and in several messages
     models = [
@@ -51,6 +58,38 @@ async def test_requests_see_one_version_while_the_next_arrives() -> None:
         assert while_receiving
         assert {*range(1, 6)} - {5} <= seen <= {*range(6)}
         assert served.server.version == content(tensors_of(target)) == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"automatic": False}, {"in_place": True}], ids=str)
+async def test_a_model_of_inference_tensors(options: dict[str, bool]) -> None:
+    source = two_layers()
+    with torch.inference_mode():
+        target = two_layers()
+    async with loopback_world(1) as comms:
+        served = Served(comms[0], target, **options)
+        async with publishers(comms, [source], servers=1) as (publisher,):
+            for version in range(1, 4):
+                fill(tensors_of(source), version)
+                await publisher.push()
+            await served.reached(3)
+        assert content(tensors_of(target)) == 3
+        assert all(tensor.is_inference() for tensor in target.state_dict(keep_vars=True).values())
+
+
+async def test_inference_mode_of_the_program_does_not_reach_the_weights() -> None:
+    source, target = two_layers(), two_layers()
+    async with loopback_world(1) as comms:
+        with torch.inference_mode():  # of the thread, and so of all tasks
+            served = Served(comms[0], target)
+            async with publishers(comms, [source], servers=1) as (publisher,):
+                fill(tensors_of(source), 1)
+                await publisher.push()
+                with torch.inference_mode(False):
+                    fill(tensors_of(source), 2)
+                    await publisher.push()
+                    await served.reached(2)
+        assert content(tensors_of(target)) == 2
+    target(torch.ones(1, 3)).sum().backward()
 
 
 async def test_a_version_waits_for_its_apply_and_holds_the_next_one_back() -> None:
