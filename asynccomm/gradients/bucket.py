@@ -77,7 +77,8 @@ class GradientBucket(Handle):
         self.parameters = tuple(parameters)
         self.names = tuple(names)
         length = sum(layout.room for layout in layouts)
-        self._shown = torch.zeros(length + len(layouts), dtype=layouts[0].dtype, device=comm.device)
+        with torch.inference_mode(False):  # every backward pass writes it
+            self._shown = torch.zeros(length + len(layouts), dtype=layouts[0].dtype, device=comm.device)
         self._memory = self._shown.data  # not detach(), which shares the version counter
         self.tensor = self._memory[:length]
         self._flags = self._memory[length:]
@@ -141,7 +142,8 @@ class GradientBucket(Handle):
         memory = self._memory
         if dtype is not None and memory.dtype.is_floating_point and memory.dtype.itemsize > dtype.itemsize:
             if self._wire is None:
-                self._wire = torch.empty_like(memory, dtype=dtype)
+                with torch.inference_mode(False):  # every step writes it
+                    self._wire = torch.empty_like(memory, dtype=dtype)
             memory = self._wire.copy_(memory)
         self.pending = self.comm.all_reduce(memory, op)
 

@@ -37,11 +37,7 @@ class Staging:
         self._copies = (
             {}
             if in_place
-            else {
-                name: _like(tensor)
-                for name, tensor in weights.tensors.items()
-                if not weights.layout[name].tied
-            }
+            else {name: _like(tensor) for name, tensor in weights.tensors.items() if not weights.layout[name].tied}
         )
 
     @property

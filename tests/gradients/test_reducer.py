@@ -223,6 +223,24 @@ async def test_gradients_stay_in_the_buckets_through_a_training_loop() -> None:
             assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("compress", [None, torch.bfloat16])
+async def test_a_reducer_in_inference_mode_leaves_ordinary_gradients(
+    compress: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "FIRST_BYTES", 64)  # the buckets change after the first step
+    model = Net()
+    async with loopback_world(1) as comms:
+        with torch.inference_mode():
+            reducer = await GradientReducer(model, comms[0], bucket_mb=64 / 2**20, compress=compress)
+        for step in range(3):
+            model.zero_grad(set_to_none=step != 1)
+            model(data(0, step)).sum().backward()
+            with torch.inference_mode(step < 2):
+                await reducer.finish()
+        assert not any(parameter.grad.is_inference() for parameter in model.parameters() if parameter.grad is not None)
+        reducer.close()
+
+
 async def test_two_models_have_two_reducers() -> None:
     """As in adversarial training: the loss of one model passes through the other, whose gradients do not count."""
 
