@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from typing import Final
 
@@ -12,6 +13,8 @@ BY_NAME: Final = {str(dtype): dtype for dtype in vars(torch).values() if isinsta
 CODES: Final = {dtype: zlib.crc32(name.encode()) for name, dtype in BY_NAME.items()}  #: 32-bit codes
 BY_CODE: Final = {code: dtype for dtype, code in CODES.items()}
 REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+#: integers of less than a byte and quantized numbers; torch does not copy plain tensors of them
+UNCOPIED: Final = frozenset(dtype for name, dtype in BY_NAME.items() if re.match(r"torch\.(u?int[1-7]$|q)", name))
 COMPLEX: Final = {real: pair for pair, real in REAL.items()}
 
 

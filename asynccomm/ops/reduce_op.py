@@ -13,7 +13,7 @@ This module alone decides which reductions are legal for which dtypes:
 
 AVG of integers truncates towards zero. SUM of bools is a logical or, as with ``torch.add``. Complex numbers have no
 order, and a product of their real views would be garbage. Of the float8 types, only those that NCCL supports can be
-reduced, e4m3fn and e5m2; the others can only be moved (broadcast, gather, ...).
+reduced, e4m3fn and e5m2; the others, and dtypes that are not in the table, can only be moved (broadcast, gather, ...).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
+
+from asynccomm.ops.dtypes import REAL
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp as TorchReduceOp
@@ -49,7 +51,12 @@ class RedOpType(enum.Enum):
 #: the reductions that methods of a comm take: ours, and a member or an instance of torch's ReduceOp
 ReduceOpLike: TypeAlias = "ReduceOp | TorchReduceOp | TorchReduceOp.RedOpType"
 
-_FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_FLOATS: Final = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+_INTEGERS: Final = frozenset(
+    {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32}  # and uint64, in part
+)
 _BITWISE: Final = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})
 _LINEAR: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
 
@@ -137,16 +144,16 @@ class ReduceOp:
     def check(self, dtype: torch.dtype) -> None:
         """Raise ``ValueError`` when tensors of ``dtype`` cannot be reduced this way."""
         kind = self._type
-        if dtype.is_complex:
+        if dtype in REAL:
             legal = kind in _LINEAR
-        elif dtype.is_floating_point:
-            legal = kind not in _BITWISE and (dtype.itemsize > 1 or dtype in _FLOAT8)
+        elif dtype in _FLOATS:
+            legal = kind not in _BITWISE
         elif dtype == torch.bool:
             legal = kind not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
         elif dtype == torch.uint64:  # reduced as int64, which gives wrong results where the sign matters
             legal = kind not in (RedOpType.AVG, RedOpType.MIN, RedOpType.MAX)
         else:
-            legal = True
+            legal = dtype in _INTEGERS
         if not legal:
             raise ValueError(f"op {self} cannot reduce {dtype}")
         factor = self._factor

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from asynccomm.ops.dtypes import COMPLEX, REAL, in_reals
+from asynccomm.ops.dtypes import COMPLEX, REAL, UNCOPIED, in_reals
 from asynccomm.ops.reduce_op import ReduceOp
 
 MAX_LABEL = 1024  # bytes of a collective's tag, which may have to be sent with every operation
@@ -54,6 +54,10 @@ def check_tensor(
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise ValueError(f"{_named(name, key)} must be a dense tensor, got {kind}")
+    if tensor.dtype in UNCOPIED:
+        raise ValueError(
+            f"{_named(name, key)} has dtype {tensor.dtype}, which torch cannot copy; pass tensor.view(torch.uint8)"
+        )
     check_memory(name, tensor, key)
     if written and not tensor.is_contiguous() and overlaps_itself(tensor):
         raise ValueError(

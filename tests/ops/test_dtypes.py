@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 import zlib
 
 import pytest
 import torch
 
-from asynccomm.ops.dtypes import BY_CODE, BY_NAME, CODES, COMPLEX, REAL, in_reals
+from asynccomm.ops.dtypes import BY_CODE, BY_NAME, CODES, COMPLEX, REAL, UNCOPIED, in_reals
 
 DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -27,6 +28,21 @@ def test_codes_are_equal_in_every_process() -> None:
     assert done.stdout.strip() == str({str(dtype): n for dtype, n in CODES.items()})
     assert CODES[torch.float32] == zlib.crc32(b"torch.float32")
     assert all(0 <= n < 2**32 for n in CODES.values())
+
+
+def test_some_dtypes_cannot_be_copied() -> None:
+    uncopied = set()
+    for dtype in DTYPES - {getattr(torch, "float4_e2m1fn_x2", None)}:  # not by every version of torch
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # support of bcomplex32 is experimental
+            tensor = torch.empty(4, dtype=dtype)
+        try:
+            tensor.clone()
+        except (NotImplementedError, RuntimeError):
+            uncopied.add(dtype)
+    assert uncopied <= UNCOPIED
+    assert {torch.int1, torch.int4, torch.uint7, torch.qint8, torch.quint2x4} <= UNCOPIED
+    assert not {torch.int8, torch.uint8, torch.int16, torch.bool} & UNCOPIED
 
 
 def test_complex_and_real() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.testing.conformance.data import DTYPES
 from tests.cases import cases
@@ -167,6 +168,11 @@ def test_of_refuses_everything_else(op: object) -> None:
 def test_legality(dtype: torch.dtype) -> None:
     ops = [*(ReduceOp(kind) for kind in PLAIN), ReduceOp.PREMUL_SUM(2)]
     assert {op.type.name for op in ops if is_legal(op, dtype)} == legal_kinds(dtype)
+
+
+def test_other_dtypes_are_not_reduced() -> None:
+    ops = [*(ReduceOp(kind) for kind in PLAIN), ReduceOp.PREMUL_SUM(2)]
+    assert not [(dtype, op) for dtype in CODES if dtype not in DTYPES for op in ops if is_legal(op, dtype)]
 
 
 def test_illegal_names_op_and_dtype() -> None:

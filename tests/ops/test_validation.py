@@ -102,6 +102,12 @@ def test_not_dense(argument: Argument) -> None:
 
 
 @each(TENSORS)
+def test_dtypes_that_cannot_be_copied(argument: Argument) -> None:
+    text = fails(ValueError, argument.use, comm, torch.zeros(argument.shape, dtype=torch.uint8).view(torch.uint4))
+    assert text == f"{argument.name} has dtype torch.uint4, which torch cannot copy; pass tensor.view(torch.uint8)"
+
+
+@each(TENSORS)
 def test_without_memory(argument: Argument) -> None:
     for start in (0, 3):
         tensor = torch.zeros(3 + math.prod(argument.shape))[start : start + math.prod(argument.shape)]

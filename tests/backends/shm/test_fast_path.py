@@ -896,7 +896,7 @@ async def test_dtypes_that_look_alike_are_told_apart() -> None:
         tensor = torch.ones(7, dtype=torch.uint8)
         for _ in range(2):
             assert str(comm.broadcast(tensor, 0).op) == "broadcast(uint8[7], root=0)"
-            assert str(comm.broadcast(tensor.view(torch.uint4), 0).op) == "broadcast(uint4[7], root=0)"
+            assert str(comm.broadcast(tensor.view(torch.bits8), 0).op) == "broadcast(bits8[7], root=0)"
 
 
 @pytest.mark.ranks(2)
