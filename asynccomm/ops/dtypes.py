@@ -15,6 +15,10 @@ BY_CODE: Final = {code: dtype for dtype, code in CODES.items()}
 REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 #: integers of less than a byte and quantized numbers; torch does not copy plain tensors of them
 UNCOPIED: Final = frozenset(dtype for name, dtype in BY_NAME.items() if re.match(r"torch\.(u?int[1-7]$|q)", name))
+#: real floating-point dtypes that torch computes in, or converts to float32 to compute
+FLOATS: Final = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+)
 COMPLEX: Final = {real: pair for pair, real in REAL.items()}
 
 

@@ -149,6 +149,7 @@ def check_rows(group: CommInfo, rows: Tensor, sent: Dispatched) -> None:
     check_tensor(group, "rows", rows)
     if not (rows.is_floating_point() or rows.is_complex()):
         raise TypeError(f"rows must be floating-point or complex, got {rows.dtype}")
+    ReduceOp.SUM.check(rows.dtype)
     expected = len(sent.hidden)
     if not rows.dim() or len(rows) != expected:
         raise ValueError(f"rows must have one row for each of the {expected} of sent.hidden, got {tuple(rows.shape)}")
@@ -157,16 +158,22 @@ def check_rows(group: CommInfo, rows: Tensor, sent: Dispatched) -> None:
 def sum_rows(rows: Tensor, index: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
     """``count`` rows: number j is the sum of the ``rows[i]``, times ``weights[i]``, with ``index[i] == j``.
 
-    Sums of halves are computed in float32.
+    Sums of halves and float8 are computed in float32.
     """
-    dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = _widened(rows.dtype)
+    if weights is not None:
+        wide = torch.promote_types(wide, _widened(weights.dtype))
     values = rows.to(wide)
     if weights is not None:
         values = values * weights.to(wide).view(-1, *[1] * (rows.dim() - 1))
     return (
         torch.zeros(count, *rows.shape[1:], dtype=wide, device=rows.device).index_add_(0, index, values).to(rows.dtype)
     )
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    """At least float32. torch promotes no float8."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
 
 def _checked(group: CommInfo, hidden: Tensor, extras: Sequence[Tensor]) -> list[Tensor]:

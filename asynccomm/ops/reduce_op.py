@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 import torch
 from torch import Tensor
 
-from asynccomm.ops.dtypes import REAL
+from asynccomm.ops.dtypes import FLOATS, REAL
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp as TorchReduceOp
@@ -51,9 +51,6 @@ class RedOpType(enum.Enum):
 #: the reductions that methods of a comm take: ours, and a member or an instance of torch's ReduceOp
 ReduceOpLike: TypeAlias = "ReduceOp | TorchReduceOp | TorchReduceOp.RedOpType"
 
-_FLOATS: Final = frozenset(
-    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
-)
 _INTEGERS: Final = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32}  # and uint64, in part
 )
@@ -146,7 +143,7 @@ class ReduceOp:
         kind = self._type
         if dtype in REAL:
             legal = kind in _LINEAR
-        elif dtype in _FLOATS:
+        elif dtype in FLOATS:
             legal = kind not in _BITWISE
         elif dtype == torch.bool:
             legal = kind not in (RedOpType.AVG, RedOpType.PREMUL_SUM)

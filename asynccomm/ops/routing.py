@@ -16,6 +16,7 @@ from typing import NamedTuple, SupportsIndex, final
 import torch
 from torch import Tensor
 
+from asynccomm.ops.dtypes import FLOATS
 from asynccomm.ops.validation import CommInfo, as_index, check_sizes, check_tensor
 
 _IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -151,8 +152,8 @@ def _check_weights(group: CommInfo, routing: Routing) -> None:
     if weights is None:
         return
     check_tensor(group, "routing.weights", weights)
-    if not weights.is_floating_point():
-        raise TypeError(f"routing.weights must be floating-point, got {weights.dtype}")
+    if weights.dtype not in FLOATS:
+        raise TypeError(f"routing.weights must be floating-point, of a dtype that SUM takes, got {weights.dtype}")
     if weights.shape != experts.shape:
         raise ValueError(
             f"routing.weights must have the shape of routing.experts, {tuple(experts.shape)}, got "

@@ -45,6 +45,7 @@ async def test_combine_is_checked() -> None:
             (None, sent, TypeError, r"rows must be a torch.Tensor, got None"),
             (t(3, 3).int(), sent, TypeError, r"rows must be floating-point or complex, got torch.int32"),
             (t(2, 3), sent, ValueError, r"rows must have one row for each of the 3 of sent.hidden, got \(2, 3\)"),
+            (t(3, 3).to(torch.float8_e8m0fnu), sent, ValueError, r"op SUM cannot reduce torch.float8_e8m0fnu"),
             (t(), sent, ValueError, r"rows must have one row for each of the 3"),
         ]:
             with pytest.raises(error, match=text):
@@ -57,18 +58,19 @@ async def test_combine_is_checked() -> None:
         assert comm.statistics().submitted == 1, "nothing of that was sent"
 
 
-def test_halves_are_summed_in_float32() -> None:
-    rows = torch.full((4096, 1), 1.0, dtype=torch.bfloat16)
-    total = sum_rows(rows, torch.zeros(4096, dtype=torch.long), 2)
-    assert total.dtype == torch.bfloat16
-    assert total.tolist() == [[4096], [0]]
+@cases("dtype, count", [(torch.bfloat16, 4096), (torch.float8_e4m3fn, 256), (torch.float8_e5m2, 4096)])
+def test_narrow_dtypes_are_summed_in_float32(dtype: torch.dtype, count: int) -> None:
+    rows = torch.full((count, 1), 1.0).to(dtype)
+    total = sum_rows(rows, torch.zeros(count, dtype=torch.long), 2)
+    assert total.dtype == dtype
+    assert total.float().tolist() == [[count], [0]]
 
 
 def test_weights_may_be_wider_or_narrower_than_rows() -> None:
     index = torch.tensor([1, 1])
-    for rows_dtype in (torch.float16, torch.float32, torch.float64, torch.complex64):
-        for weights_dtype in (torch.bfloat16, torch.float32, torch.float64):
-            rows, weights = torch.ones(2, 2, 2, dtype=rows_dtype), torch.tensor([0.25, 2], dtype=weights_dtype)
+    for rows_dtype in (torch.float8_e4m3fn, torch.float16, torch.float32, torch.float64, torch.complex64):
+        for weights_dtype in (torch.float8_e5m2, torch.bfloat16, torch.float32, torch.float64):
+            rows, weights = torch.ones(2, 2, 2).to(rows_dtype), torch.tensor([0.25, 2]).to(weights_dtype)
             total = sum_rows(rows, index, 2, weights)
             assert total.dtype == rows_dtype
-            assert total.equal(torch.tensor([0, 2.25], dtype=rows_dtype).view(2, 1, 1).expand(2, 2, 2))
+            assert total.to(torch.complex64).equal(torch.tensor([0j, 2.25]).view(2, 1, 1).expand(2, 2, 2))

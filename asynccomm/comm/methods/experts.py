@@ -58,10 +58,12 @@ class ExpertCollectives(CommBase):
     ) -> Work[Tensor]:
         """The inverse of :meth:`dispatch`: for each token of this rank, the sum of its rows over all ranks.
 
-        With weights in the routing, each row counts with its weight. Sums of halves are computed in float32.
+        With weights in the routing, each row counts with its weight. Sums of halves and float8 are computed in
+        float32.
 
         Args:
-            rows: a row for each of ``sent.hidden``, in its order; floating-point or complex, any further dimensions.
+            rows: a row for each of ``sent.hidden``, in its order; of a floating-point or complex dtype that SUM takes,
+                any further dimensions.
             sent: the result of this comm's ``dispatch``. May be used several times.
 
         Returns: Work of a new tensor, a row for each token that this rank has dispatched, in their order.

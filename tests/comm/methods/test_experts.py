@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asynccomm import AbortedError, Comm, Dispatched, PayloadError, Routing
+from asynccomm import AbortedError, Comm, Dispatched, PayloadError, Routing, experts
 from asynccomm.experts import local_experts
 from asynccomm.testing import loopback_world
 from tests.sampling import examples
@@ -196,6 +197,19 @@ async def test_both_calls_read_the_result_of_an_operation_in_flight(comm: Comm) 
         for work in works:
             await work
         assert again.equal(torch.full((count, 8), float(size)))
+
+
+@pytest.mark.ranks(2, backend=["shm", "gloo", "hierarchical"])
+async def test_float8_is_summed_in_float32(comm: Comm) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        ids = torch.arange(64).view(1, 64)  # 32 experts on each rank
+        routing = Routing(ids, 64, torch.full(ids.shape, 0.5).to(dtype))
+        hidden = torch.full((1, 3), 2.0).to(dtype)
+        sent = await comm.dispatch(hidden, routing)
+        for call in (comm.combine, partial(experts.combine, comm)):
+            result = await call(sent.hidden, sent)
+            assert result.dtype == dtype
+            assert result.float().tolist() == [[64.0] * 3]
 
 
 @pytest.mark.ranks(4)
