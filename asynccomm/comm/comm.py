@@ -304,6 +304,12 @@ class Comm(
         session.discard()
 
 
+def check_comm(comm: object) -> None:
+    """Raise TypeError unless ``comm`` is a comm."""
+    if not isinstance(comm, Comm):
+        raise TypeError(f"comm must be a Comm, got {comm!r} ({type(comm).__name__})")
+
+
 def reason_of(exc: BaseException) -> str:
     """The reason that the other ranks get: the error, or the errors of which a group consists."""
     reasons = [f"{type(each).__name__}: {each}" if str(each) else type(each).__name__ for each in _leaves(exc)]

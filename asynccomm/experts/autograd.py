@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from asynccomm.comm.comm import Comm
+from asynccomm.comm.comm import Comm, check_comm
 from asynccomm.core.work import Work
 from asynccomm.errors import WouldBlockError
 from asynccomm.ops import Call, experts
 from asynccomm.ops.experts import Dispatched, Path
 from asynccomm.ops.routing import ExpertPlacement, Routing
+from asynccomm.ops.validation import as_list
 
 T = TypeVar("T")
 
@@ -52,10 +53,11 @@ def dispatch(
     Returns: Work of a ``Dispatched``; its tensors are part of the graph.
     Raises: as :meth:`Comm.dispatch`.
     """
+    check_comm(comm)
     if not torch.is_grad_enabled():
         return comm.dispatch(hidden, routing, extras, sizes, timeout=timeout, tag=tag)
-    inputs = [hidden, *extras]
-    if routing is not None and routing.weights is not None:
+    inputs = [hidden, *as_list("extras", extras)]
+    if isinstance(routing, Routing) and routing.weights is not None:
         inputs.append(routing.weights)
     travels = GradientTravel(comm, timeout, tag)
     numbers = [i for i, each in enumerate(inputs) if _differentiable(each) and (i == 0 or each.requires_grad)]
@@ -87,6 +89,7 @@ def combine(
 
     Raises: as :meth:`Comm.combine`.
     """
+    check_comm(comm)
     if not torch.is_grad_enabled():
         return comm.combine(rows, sent, timeout=timeout, tag=tag)
     experts.check_rows(comm._group, rows, sent)
@@ -112,6 +115,7 @@ def local_experts(
 
     Raises: TypeError, ValueError.
     """
+    check_comm(comm)
     return ExpertPlacement.of(comm._group, num_experts, placement, torch.device("cpu")).experts
 
 

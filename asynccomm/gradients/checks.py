@@ -13,12 +13,6 @@ from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.validation import CommInfo, check_rank, check_tensor
 
 
-def check_comm(comm: object) -> None:
-    """Raise TypeError unless ``comm`` is a comm."""
-    if not isinstance(comm, Comm):
-        raise TypeError(f"comm must be a Comm, got {comm!r} ({type(comm).__name__})")
-
-
 def check_root(comm: Comm, root: object) -> int:
     """``root`` as a rank of ``comm``. Raises: TypeError, ValueError."""
     return check_rank(_info(comm), "root", root)

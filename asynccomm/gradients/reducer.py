@@ -21,14 +21,13 @@ from typing import Any, Final, Self, SupportsIndex, final
 import torch
 from torch import Tensor, nn
 
-from asynccomm.comm.comm import Comm
+from asynccomm.comm.comm import Comm, check_comm
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.gradients.agreement import agree, describe_model
 from asynccomm.gradients.bucket import GradientBuckets
 from asynccomm.gradients.checks import (
     bucket_bytes,
-    check_comm,
     check_reduction,
     check_root,
     check_unchanged,

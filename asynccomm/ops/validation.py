@@ -68,7 +68,10 @@ def check_tensor(
 
 def check_memory(name: str, tensor: Tensor, key: int | str | None = None) -> None:
     """Check that a tensor has memory, and its storage reaches to its last element; it may have been resized."""
-    there, needed = tensor.untyped_storage().nbytes(), _extent(tensor)
+    try:
+        there, needed = tensor.untyped_storage().nbytes(), _extent(tensor)
+    except (RuntimeError, ValueError) as exc:  # of torch.func and vmap, and of lazy parameters
+        raise ValueError(f"{_named(name, key)} has no memory ({type(tensor).__name__}): {exc}") from exc
     if there < needed:
         raise ValueError(
             f"{_named(name, key)} needs {needed} bytes of memory (shape {tuple(tensor.shape)}, {tensor.dtype}), but "

@@ -12,7 +12,7 @@ from typing import Any, Final, Self, final
 
 from torch import distributed as dist
 
-from asynccomm.comm.comm import Comm, reason_of
+from asynccomm.comm.comm import Comm, check_comm, reason_of
 from asynccomm.control.transport.schema import dumps, loads
 from asynccomm.core.handles import Handle
 from asynccomm.errors import ClosedError, RendezvousError
@@ -86,8 +86,7 @@ class Publisher(Handle):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> None:
-        if not isinstance(comm, Comm):
-            raise TypeError(f"comm must be a Comm, got {comm!r}")
+        check_comm(comm)
         check_name(name)
         if isinstance(servers, bool) or not isinstance(servers, int) or servers < 0:
             raise ValueError(f"servers must be a number of servers, 0 or more, got {servers!r}")

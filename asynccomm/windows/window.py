@@ -28,6 +28,7 @@ from asynccomm.ops import (
     WindowSignal,
     WindowWait,
 )
+from asynccomm.ops.dtypes import UNCOPIED
 from asynccomm.ops.validation import check_rank
 from asynccomm.ops.windows import check_shape
 
@@ -132,8 +133,8 @@ class Window(Handle):
             shape, dtype: None: those of ``like``; without ``like`` all of the memory as a vector, in ``torch.uint8``.
             offset: elements from the start of the memory.
 
-        Raises: ValueError if the tensor would not fit into the memory, or the memory cannot be mapped here:
-            ``can_map`` tells.
+        Raises: ValueError if the tensor would not fit into the memory, torch cannot copy ``dtype``, or the memory
+            cannot be mapped here: ``can_map`` tells.
         """
         self._check_open()
         info = self._info
@@ -142,6 +143,8 @@ class Window(Handle):
         kind = like_dtype if dtype is None else dtype
         if not isinstance(kind, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {kind!r}")
+        if kind in UNCOPIED:
+            raise ValueError(f"dtype must be one that torch can copy, got {kind}")
         if shape is not None:
             sizes = check_shape(shape)
         elif like_shape is not None:

@@ -190,6 +190,20 @@ async def test_arguments_are_checked_at_the_call() -> None:
     async with loopback_world(1) as (comm,):
         with pytest.raises(TypeError, match=r"hidden must be a torch.Tensor, got 3"):
             experts.dispatch(comm, 3)  # type: ignore[arg-type]
+        for routing, extras, text in [
+            (3, (), r"routing must be an asynccomm.Routing or None, got 3 \(int\)"),
+            (None, None, "extras must be a list or tuple of tensors, got NoneType"),
+            (None, [3], r"extras\[0\] must be a torch.Tensor, got 3"),
+        ]:
+            with pytest.raises(TypeError, match=text):
+                experts.dispatch(comm, torch.ones(1, 2), routing, extras)  # type: ignore[arg-type]
+        for call in (
+            lambda: experts.dispatch(3, torch.ones(1, 2)),  # type: ignore[arg-type]
+            lambda: experts.combine(3, torch.ones(1, 2), None),  # type: ignore[arg-type]
+            lambda: experts.local_experts(3, 4),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(TypeError, match=r"comm must be a Comm, got 3 \(int\)"):
+                call()
         with pytest.raises(TypeError, match=r"sent must be the result of dispatch\(\), got None"):
             experts.combine(comm, torch.ones(1), None)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"placement\[0\] must be a rank in \[0, 1\), got 1"):

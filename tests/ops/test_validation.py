@@ -19,7 +19,9 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.parameter import UninitializedParameter
 
 from asynccomm.ops import Recv, Send
 from asynccomm.ops.dtypes import REAL
@@ -129,6 +131,25 @@ def test_without_values(argument: Argument) -> None:
     for tensor in (fake, torch._efficientzerotensor(shape)):
         text = fails(ValueError, argument.use, comm, tensor)
         assert text == f"{argument.name} has no memory ({type(tensor).__name__} of shape {shape})"
+
+
+@each(TENSORS)
+def test_without_a_storage(argument: Argument) -> None:
+    def use(tensor: Tensor) -> Tensor:
+        assert fails(ValueError, argument.use, comm, tensor).startswith(f"{argument.name} has no memory (Tensor): ")
+        return tensor
+
+    torch.vmap(use)(torch.zeros(2, *argument.shape))
+    text = fails(ValueError, argument.use, comm, UninitializedParameter())
+    assert text.startswith(f"{argument.name} has no memory (UninitializedParameter): ")
+
+
+def test_within_a_transformation_of_torch_func() -> None:
+    def use(tensor: Tensor) -> Tensor:
+        assert fails(ValueError, comm.all_reduce, tensor).startswith("tensor has no memory (Tensor): ")
+        return tensor.sum()
+
+    torch.func.grad(use)(torch.zeros(3))
 
 
 def test_memory_of_views() -> None:

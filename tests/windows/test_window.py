@@ -259,6 +259,7 @@ async def test_bad_arguments_are_named() -> None:
             (lambda: window.tensor(0, (-1,)), ValueError, "shape must not be negative"),
             (lambda: window.tensor(0, "44"), TypeError, "shape must be a list or tuple"),  # type: ignore[arg-type]
             (lambda: window.tensor(0, (1,), int), TypeError, "dtype must be a torch.dtype"),  # type: ignore[arg-type]
+            (lambda: window.tensor(0, (1,), torch.qint8), ValueError, "dtype must be one that torch can copy, got"),
             (lambda: window.put(torch.zeros(1), 0, timeout=-1), ValueError, "timeout"),
         ]
         for call, kind, text in cases:
