@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import _thread
+import concurrent.futures.thread
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Thread
 from types import CodeType
 from typing import Any
 
 import pytest
 import torch
+import typing_extensions
 
 import asynccomm
 from asynccomm import Comm, ReduceOp
@@ -62,12 +67,52 @@ def test_torch_between_the_user_and_the_call_is_skipped() -> None:
     assert [show(site) for site in sites] == [here(line() - 1, "test_torch_between_the_user_and_the_call_is_skipped")]
 
 
-def test_torch_is_the_place_where_it_runs_without_a_user() -> None:
+def test_the_standard_library_between_them_is_skipped() -> None:
+    sites: list[CallSite | None] = []
+    scope = run_as(
+        PACKAGE / "scope.py",
+        "@contextmanager\ndef scope():\n    yield\n    take(site())\n",
+        contextmanager=contextmanager,
+        take=sites.append,
+        site=call_site,
+    )["scope"]
+    start = line()
+    with scope():
+        pass
+    assert [show(site) for site in sites] == [here(start + 1, "test_the_standard_library_between_them_is_skipped")]
+
+
+def test_a_wrapper_of_typing_extensions_is_skipped() -> None:
+    function = run_as(PACKAGE / "old.py", "def function(get):\n    return get()\n")["function"]
+    with pytest.warns(DeprecationWarning, match="old"):
+        found = typing_extensions.deprecated("old")(function)(call_site)
+    assert show(found) == here(line() - 1, "test_a_wrapper_of_typing_extensions_is_skipped")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<stdin>",
+        "<string>",
+        "<ipython-input-1-0a1b>",
+        "/program.zip/x.py",
+        f"{Path(os.__file__).parent}/site-packages/x.py",
+        f"{Path(os.__file__).parent}/dist-packages/x.py",
+    ],
+)
+def test_a_users_program_lies_anywhere(name: str) -> None:
+    outer = run_as(name, "def outer(get):\n    return get()\n")["outer"]
+    assert show(outer(call_site)) == f"{name}:2 in outer"
+
+
+def test_a_library_is_the_place_where_it_runs_without_a_user() -> None:
     path = Path(torch.__file__).parent / "inner.py"
     outer = run_as(path, "def outer(get, put):\n    put(get())\n")["outer"]
     sites: SimpleQueue[CallSite | None] = SimpleQueue()
-    _thread.start_new_thread(outer, (call_site, sites.put))  # threading's own frames would be the user's
+    Thread(target=outer, args=(call_site, sites.put)).start()
     assert show(sites.get(timeout=10)) == f"{path}:2 in outer"
+    with ThreadPoolExecutor(1) as pool:
+        assert show(pool.submit(call_site).result(10)).startswith(f"{concurrent.futures.thread.__file__}:")
 
 
 @pytest.mark.parametrize("folder", ["testing/conformance", "benchmarks"])
