@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 
@@ -35,35 +36,42 @@ from asynccomm.interop.torch_version import PYTHON_BACKENDS, as_backend, group_a
 T = TypeVar("T")
 LONG: Final = timedelta(days=365)  # stands for no timeout, as a timedelta cannot be infinite
 CUSTOM: Final = c10d.ProcessGroup.BackendType.CUSTOM
-FORWARDED: Final = (
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "gather",
-    "gather_single",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "alltoall",
-    "all_to_all_single",
-    "barrier",
-    "send",
-    "recv",
-    "recv_anysource",
-)
+# The methods, each with the name that torch's function has for the first argument if the method writes to it
+FORWARDED: Final = {
+    "allreduce": "tensor",
+    "allreduce_coalesced": "tensors",
+    "broadcast": "tensor",
+    "reduce": "tensor",
+    "allgather": "tensor_list",
+    "allgather_coalesced": "output_tensor_lists",
+    "all_gather_single": "output_tensor",
+    "all_gather_single_coalesced": "output_tensor",
+    "gather": "gather_list",
+    "gather_single": "gather_tensor",
+    "scatter": "tensor",
+    "reduce_scatter": "output",
+    "reduce_scatter_single": "output",
+    "reduce_scatter_single_coalesced": "output",
+    "alltoall": "output_tensor_list",
+    "all_to_all_single": "output",
+    "barrier": None,
+    "send": None,
+    "recv": "tensor",
+    "recv_anysource": "tensor",
+}
 
 
 def forwarding(cls: type[T]) -> type[T]:
-    """A decorator: add methods that call torch's methods of the same names and return the backend's own Works."""
+    """A decorator: add methods that call torch's methods of the same names and return the backend's own Works.
 
-    def method(name: str) -> Callable[..., Any]:
+    They refuse lazily conjugated and negated outputs, which torch's dispatcher replaces by copies.
+    """
+
+    def method(name: str, output: str | None) -> Callable[..., Any]:
         def forward(self: Any, *args: Any, **options: Any) -> Any:
+            written = args[0] if args else options.values()
+            if output is not None and _is_lazy(written) and self._writes(name, args, options):
+                return self._backend.refuse_lazy(output)
             work = getattr(super(cls, self), name)(*args, **options)
             ours = self._backend.taken()
             return work if ours is None else ours  # torch's if the backend was not called
@@ -72,9 +80,22 @@ def forwarding(cls: type[T]) -> type[T]:
         forward.__code__ = forward.__code__.replace(co_name=name)
         return forward
 
-    for name in FORWARDED:
-        setattr(cls, name, method(name))
+    for name, output in FORWARDED.items():
+        setattr(cls, name, method(name, output))
     return cls
+
+
+def _is_lazy(tensors: Any) -> bool:
+    """Whether a tensor, also in nested lists, is lazily conjugated or negated."""
+    if isinstance(tensors, Tensor):
+        return tensors.is_conj() or tensors.is_neg()
+    for each in tensors:
+        if isinstance(each, Tensor):  # here, too: this is on the way of every call
+            if each.is_conj() or each.is_neg():
+                return True
+        elif isinstance(each, (list, tuple)) and _is_lazy(each):
+            return True
+    return False
 
 
 @uncompiled
@@ -123,6 +144,14 @@ class TorchGroup(SplittableGroup, c10d.ProcessGroup):
         for device in DEVICES:
             self._register_backend(torch.device(device), CUSTOM, self._backend)
         self._set_default_backend(CUSTOM)
+
+    def _writes(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether the method ``name`` writes to its first argument on this rank."""
+        if name not in ("broadcast", "reduce"):
+            return True
+        given = args[1] if len(args) > 1 else options.get("root", options.get("opts", 0))
+        is_root: bool = getattr(given, "rootRank", given) == self.comms.rank
+        return is_root == (name == "reduce")
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._backend.start_coalescing()

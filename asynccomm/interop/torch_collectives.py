@@ -392,6 +392,18 @@ class TorchCollectives:
         scope.error = scope.error or error.with_traceback(None)
         return True
 
+    def refuse_lazy(self, output: str) -> TorchWork:
+        """Raise ValueError for a lazily conjugated or negated tensor; if this thread coalesces, keep the error."""
+        try:
+            raise ValueError(
+                f"{output} must not be lazily conjugated or negated, as torch's dispatcher would give the backend a "
+                "copy and drop the result: see resolve_conj() and resolve_neg()"
+            )
+        except ValueError as exc:
+            if not self._kept(exc):
+                raise
+        return TorchWork((), [])
+
     def _sparse(self, tensors: list[Tensor], op: Any, timeout: timedelta | None) -> TorchWork:
         """All-reduce sparse tensors: gather all ranks' entries, which differ in number, and add them on each rank.
 

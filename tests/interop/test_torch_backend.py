@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tomllib
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import _functional_collectives as functional
@@ -225,6 +227,66 @@ async def test_other_backends_may_serve_other_devices() -> None:
         dist.all_gather_object(objects, dist.get_rank())
         assert objects == [0, 1]
         assert group._get_backend(torch.device("cuda")).name() == "gloo"
+
+
+@pytest.mark.skipif(not PYTHON_BACKENDS, reason="a group in Python gets the tensors themselves")
+@pytest.mark.ranks(2)
+async def test_lazily_negated_and_conjugated_outputs_are_refused() -> None:
+    """torch's dispatcher gives copies of them to backends; nothing is sent."""
+    with world(label="lazy"):
+        rank = dist.get_rank()
+
+        def negated(size: int = 2, value: float = 1.0) -> Tensor:
+            return torch._neg_view(torch.full((size,), -float(value)))
+
+        def conjugated(size: int = 2) -> Tensor:
+            return torch.full((size,), 1 + 2j).conj()
+
+        plain = torch.ones(2)
+        calls: list[tuple[str, Callable[[], Any]]] = [
+            ("tensor", lambda: dist.all_reduce(negated())),
+            ("tensor", lambda: dist.all_reduce(conjugated().imag, async_op=True)),
+            ("tensor", lambda: dist.broadcast(negated(), 1 - rank)),
+            ("tensor", lambda: dist.reduce(conjugated(), rank)),
+            ("tensor_list", lambda: dist.all_gather([plain, negated()], plain)),
+            ("output_tensor", lambda: dist.all_gather_single(negated(4), plain)),
+            ("gather_list", lambda: dist.gather(plain, [plain, negated()], rank)),
+            ("tensor", lambda: dist.scatter(negated(), [plain, plain], rank)),
+            ("output", lambda: dist.reduce_scatter(negated(), [plain, plain])),
+            ("output", lambda: dist.reduce_scatter_single(conjugated(1), conjugated())),
+            ("output_tensor_list", lambda: dist.all_to_all([plain, negated()], [plain, plain])),
+            ("output", lambda: dist.all_to_all_single(negated(), plain)),
+            ("tensor", lambda: dist.recv(negated(), 1 - rank)),
+            ("tensor", lambda: dist.recv(negated())),
+        ]
+        for name, call in calls:
+            with pytest.raises(ValueError, match=f"^{name} must not be lazily conjugated or negated"):
+                call()
+        with (
+            pytest.raises(ValueError, match=r"^output must not be lazily"),
+            dist._coalescing_manager(device=torch.device("cpu")),
+        ):
+            dist.all_to_all_single(torch.empty(2), plain)
+            dist.all_to_all_single(negated(), plain)
+        with pytest.raises(ValueError, match=r"^tensors must not be lazily"), dist._coalescing_manager():
+            dist.all_reduce(negated())
+        assert plain.tolist() == [1, 1]
+
+        # inputs may be
+        gathered = torch.zeros(4)
+        dist.all_gather_single(gathered, negated(value=rank))
+        assert gathered.tolist() == [0, 0, 1, 1]
+        tensor = conjugated() if rank else torch.full((2,), 1 + 2j)
+        dist.reduce(tensor, 0)
+        assert tensor.tolist() == [1 - 2j if rank else 2] * 2
+        tensor = negated() if rank else torch.zeros(2)
+        dist.broadcast(tensor, 1)
+        assert tensor.tolist() == [1, 1]
+        if rank:
+            dist.send(negated(value=5), 0)
+        else:
+            dist.recv(tensor, 1)
+            assert tensor.tolist() == [5, 5]
 
 
 @pytest.mark.ranks(2)
