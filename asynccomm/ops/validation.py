@@ -308,7 +308,7 @@ def times(shape: Sequence[int], size: int) -> list[int]:
 def divided(name: str, tensor: Tensor, size: int) -> list[int]:
     if not tensor.shape or tensor.shape[0] % size:
         raise ValueError(
-            f"{name} must divide evenly among {size} ranks along dim 0 when output is None, "
+            f"{name} must divide evenly among {size} ranks along dim 0 for a new output, "
             f"got shape {tuple(tensor.shape)}"
         )
     return [tensor.shape[0] // size, *tensor.shape[1:]]

@@ -156,7 +156,7 @@ def test_reduce_scatter_single_of_another_size() -> None:
 def test_allocated_reduce_scatter_single_divides() -> None:
     for tensor in (t(4), t(2, 3), t()):
         text = fails(ValueError, ReduceScatterSingle.of, GROUP, None, tensor, SUM)
-        assert text.startswith("input must divide evenly among 3 ranks along dim 0 when output is None")
+        assert text.startswith("input must divide evenly among 3 ranks along dim 0 for a new output")
         assert str(tuple(tensor.shape)) in text
 
 

@@ -7,8 +7,8 @@ until the host may read the result; in a coroutine its result is awaited. Functi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,8 +17,13 @@ from asynccomm.comm.comm import Comm
 from asynccomm.compat.bagua.groups import BaguaSingleCommunicatorPy, default_communicator, trusts_values_only
 from asynccomm.compat.bagua.reduction import ReduceOp, reduction
 from asynccomm.compat.either import at_once, outcome
+from asynccomm.compat.renamed import Renamed
 from asynccomm.core.work import Work
 from asynccomm.ops.validation import as_index, check_is_tensor
+
+# the names of the functions' arguments, by those of the comm's methods
+_PAIR: Final = {"tensor": "send_tensor", "input": "send_tensor", "out": "recv_tensor", "output": "recv_tensor"}
+_IN_PLACE: Final = {"input": "tensor", "output": "tensor"}
 
 
 def send(tensor: Tensor, dst: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -33,13 +38,13 @@ def recv(tensor: Tensor, src: int, comm: BaguaSingleCommunicatorPy | None = None
 
 def broadcast(tensor: Tensor, src: int = 0, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Copy ``tensor`` of rank ``src`` into that of all ranks."""
-    return _run(comm, lambda c: c.broadcast(tensor, src))
+    return _run(comm, lambda c: c.broadcast(tensor, src), root="src")
 
 
 def broadcast_object(obj: object, src: int = 0, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """The ``obj`` of rank ``src``, on all ranks; ``obj`` itself on a communicator without this process."""
     safe = trusts_values_only()
-    return _run(comm, lambda c: c.broadcast_object(obj, src, weights_only=safe), lambda found: found, obj)
+    return _run(comm, lambda c: c.broadcast_object(obj, src, weights_only=safe), lambda found: found, obj, root="src")
 
 
 def reduce(
@@ -50,21 +55,21 @@ def reduce(
     comm: BaguaSingleCommunicatorPy | None = None,
 ) -> Any:
     """Combine all ranks' ``send_tensor`` into ``recv_tensor`` of rank ``dst``; the others' are not changed."""
-    return _run(comm, lambda c: c.reduce(send_tensor, dst, reduction(op), out=recv_tensor))
+    return _run(comm, lambda c: c.reduce(send_tensor, dst, reduction(op), out=recv_tensor), names=_PAIR, root="dst")
 
 
 def reduce_inplace(
     tensor: Tensor, dst: int, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None
 ) -> Any:
     """Combine all ranks' ``tensor`` in place on rank ``dst``; the others' are not changed."""
-    return _run(comm, lambda c: c.reduce(tensor, dst, reduction(op)))
+    return _run(comm, lambda c: c.reduce(tensor, dst, reduction(op)), root="dst")
 
 
 def allreduce(
     send_tensor: Tensor, recv_tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None
 ) -> Any:
     """Combine all ranks' ``send_tensor`` into ``recv_tensor`` on all ranks, bitwise the same everywhere."""
-    return _run(comm, lambda c: c.all_reduce(send_tensor, reduction(op), out=recv_tensor))
+    return _run(comm, lambda c: c.all_reduce(send_tensor, reduction(op), out=recv_tensor), names=_PAIR)
 
 
 def allreduce_inplace(tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -74,7 +79,7 @@ def allreduce_inplace(tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleC
 
 def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Collect all ranks' ``send_tensor`` in ``recv_tensor``, of ``nranks`` times as many elements."""
-    return _run(comm, lambda c: c.all_gather_single(recv_tensor, send_tensor))
+    return _run(comm, lambda c: c.all_gather_single(recv_tensor, send_tensor), names=_PAIR)
 
 
 def allgather_inplace(tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -89,7 +94,7 @@ def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: BaguaSingle
         output = _flat("recv_tensor", recv_tensor) if c.rank == dst else None
         return c.gather_single(output, _any_strides("send_tensor", send_tensor), dst)
 
-    return _run(comm, call)
+    return _run(comm, call, names=_PAIR, root="dst")
 
 
 def gather_inplace(tensor: Tensor, count: int, dst: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -101,7 +106,7 @@ def gather_inplace(tensor: Tensor, count: int, dst: int, comm: BaguaSingleCommun
             return c.gather_single(None, _any_strides("tensor", tensor), dst)
         return c.gather_single(_flat("tensor", tensor), _chunks(tensor, c.size)[dst], dst)
 
-    return _run(comm, call)
+    return _run(comm, call, root="dst")
 
 
 def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -111,7 +116,7 @@ def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: BaguaSingl
         source = _any_strides("send_tensor", send_tensor) if c.rank == src else None
         return c.scatter_single(_flat("recv_tensor", recv_tensor), source, src)
 
-    return _run(comm, call)
+    return _run(comm, call, names=_PAIR, root="src")
 
 
 def scatter_inplace(tensor: Tensor, count: int, src: int, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -123,14 +128,14 @@ def scatter_inplace(tensor: Tensor, count: int, src: int, comm: BaguaSingleCommu
             return c.scatter_single(_flat("tensor", tensor), None, src)
         return c.scatter_single(_chunks(tensor, c.size)[src], _flat("tensor", tensor), src)
 
-    return _run(comm, call)
+    return _run(comm, call, root="src")
 
 
 def reduce_scatter(
     send_tensor: Tensor, recv_tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None
 ) -> Any:
     """Combine all ranks' ``send_tensor``, and give each rank its chunk in ``recv_tensor``."""
-    return _run(comm, lambda c: c.reduce_scatter_single(recv_tensor, send_tensor, reduction(op)))
+    return _run(comm, lambda c: c.reduce_scatter_single(recv_tensor, send_tensor, reduction(op)), names=_PAIR)
 
 
 def reduce_scatter_inplace(
@@ -146,7 +151,7 @@ def reduce_scatter_inplace(
 
 def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Send chunk r of ``send_tensor`` to each rank r; chunk s of ``recv_tensor`` comes from rank s."""
-    return _run(comm, lambda c: c.all_to_all_single(recv_tensor, send_tensor))
+    return _run(comm, lambda c: c.all_to_all_single(recv_tensor, send_tensor), names=_PAIR)
 
 
 def alltoall_inplace(tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -164,8 +169,15 @@ def _run(
     call: Callable[[Comm], Work[Any]],
     finish: Callable[[Any], Any] = lambda _: None,
     absent: object = None,
+    *,
+    names: Mapping[str, str] = _IN_PLACE,
+    root: str = "root",
 ) -> Any:
-    """The result of ``call`` on the comm; ``absent`` if this process is not among the ranks."""
+    """The result of ``call`` on the comm; ``absent`` if this process is not among the ranks.
+
+    Args:
+        names, root: of the function's arguments, for errors.
+    """
     here = default_communicator() if comm is None else comm
     if not isinstance(here, BaguaSingleCommunicatorPy):
         raise TypeError(f"comm must be a communicator of a BaguaProcessGroup, got {comm!r}")
@@ -179,7 +191,9 @@ def _run(
         return finish(value)
 
     with here.on_stream():
-        return outcome(either.call(call, either.comm), done)
+        with Renamed({**names, "root": root}):
+            work = either.call(call, either.comm)
+        return outcome(work, done)
 
 
 def _any_strides(name: str, tensor: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, a
     return pg.comm(tensor.device).all_gather(tensor_list, tensor)
 
 
-@collective()
+@collective(names={"output": "output_tensor", "input": "input_tensor"})
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -93,7 +93,7 @@ def all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: Group = 
 
 @deprecated("all_gather_coalesced is deprecated: use a coalescing manager", category=FutureWarning)
 @with_future
-@collective(depth=5)
+@collective(depth=5, names={"output_lists": "output_tensor_lists", "tensors": "input_tensor_list"})
 def all_gather_coalesced(
     output_tensor_lists: list[list[Tensor]],
     input_tensor_list: list[Tensor],
@@ -116,7 +116,7 @@ def all_gather_coalesced(
     return comm.all_gather_coalesced(output_tensor_lists, input_tensor_list)
 
 
-@collective()
+@collective(names={"output_list": "gather_list", "input": "tensor"})
 def gather(
     tensor: Tensor,
     gather_list: list[Tensor] | None = None,
@@ -140,7 +140,7 @@ def gather(
     return pg.comm(tensor.device).gather(gather_list or None, tensor, root)
 
 
-@collective()
+@collective(names={"output": "gather_tensor", "input": "tensor"})
 def gather_single(
     tensor: Tensor,
     gather_tensor: Tensor | None = None,
@@ -169,7 +169,7 @@ gather_into_tensor = gather_single
 all_gather_single = all_gather_into_tensor
 
 
-@collective()
+@collective(names={"output": "tensor", "input_list": "scatter_list"})
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
@@ -239,7 +239,7 @@ def _even(name: str, tensor: Tensor, size: int) -> list[int]:
     return [rows // size] * size
 
 
-@collective()
+@collective(names={"output_list": "output_tensor_list", "input_list": "input_tensor_list"})
 def all_to_all(
     output_tensor_list: list[Tensor],
     input_tensor_list: list[Tensor],

@@ -8,7 +8,7 @@ import inspect
 import io
 import logging
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar, final
 
@@ -18,6 +18,7 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.validation import OutsideError, warn_outside
 from asynccomm.compat.c10d.work import NOTHING, ResultWork, Work, operation_of
 from asynccomm.compat.c10d.world import world
+from asynccomm.compat.renamed import Renamed
 from asynccomm.core import work as _ours
 
 P = ParamSpec("P")
@@ -46,7 +47,9 @@ def logged(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def collective(outside: object = NOTHING, depth: int = 3) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def collective(
+    outside: object = NOTHING, depth: int = 3, names: Mapping[str, str] | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator of a function that submits an operation on a group.
 
     It logs errors as :func:`logged`. ``async_op=True`` returns the Work as a handle. On a rank outside of the group, it
@@ -54,7 +57,9 @@ def collective(outside: object = NOTHING, depth: int = 3) -> Callable[[Callable[
 
     Args:
         depth: ``stacklevel`` of the warning, which points to the caller.
+        names: torch's names of arguments, by the names in the comm's errors, where they differ.
     """
+    renamed = Renamed(names or {})
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         names = list(inspect.signature(function).parameters)
@@ -69,6 +74,7 @@ def collective(outside: object = NOTHING, depth: int = 3) -> Callable[[Callable[
                 warn_outside(function.__name__, depth)
                 return None if async_op else outside
             except Exception as exc:
+                renamed.rename(exc)
                 _report(function, _about(function, args, kwargs), exc)
                 raise
             if _log.isEnabledFor(logging.DEBUG):

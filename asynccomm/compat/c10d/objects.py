@@ -110,7 +110,7 @@ def broadcast_object_list(
     )
 
 
-@collective()
+@collective(names={"input_list": "scatter_object_input_list"})
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: Sequence[object] | None = None,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -21,6 +21,13 @@ from asynccomm.ops.reduce_op import ReduceOpLike
 
 Hints = Mapping[str, str] | None
 Limit = timedelta | None
+
+# the arguments' names, by the names in the comm's errors, where they differ
+_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "all_to_all": {"output_list": "output_tensor_list", "input_list": "input_tensor_list"},
+    "scatter": {"output": "output_tensor", "input_list": "input_tensor_list"},
+    "gather": {"output_list": "output_tensor_list", "input": "input_tensor"},
+}
 
 
 class TorchCollectiveMethods(Handle):
@@ -207,7 +214,7 @@ class TorchCollectiveMethods(Handle):
         here = self._here()
 
         def call() -> TorchWork:
-            with refusing():
+            with refusing(_NAMES.get(name)):
                 return TorchWork(here.call(method, *args, hints=given, timeout=timeout))
 
         hooks = self._hooks

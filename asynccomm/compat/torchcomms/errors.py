@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
+
+from asynccomm.compat.renamed import Renamed
 
 
 @final
@@ -13,9 +15,10 @@ class RefusedError(RuntimeError, ValueError):
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """Raise RefusedError in place of ValueError."""
+def refusing(names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Raise RefusedError in place of ValueError; see Renamed for ``names``."""
     try:
-        yield
+        with Renamed(names or {}):
+            yield
     except ValueError as exc:
         raise RefusedError(str(exc)) from exc

@@ -68,7 +68,7 @@ def scatter_object_list(
         outputs[0] = obj
 
     method = _known(comm)._comm.scatter_object_list
-    with refusing():
+    with refusing({"input_list": "scatter_object_input_list"}):
         work = comm._here().call(method, inputs, root, timeout=timeout, weights_only=_safe(weights_only))
     return outcome(work, fill)
 

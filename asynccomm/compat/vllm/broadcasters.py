@@ -6,6 +6,7 @@ from typing import Any
 
 from asynccomm.comm.comm import Comm
 from asynccomm.compat.either import EitherComm
+from asynccomm.compat.renamed import Renamed
 from asynccomm.compat.vllm.message_queue import CAPACITY, MessageQueue
 from asynccomm.errors import AsyncCommError, BackendError
 from asynccomm.queues.attaching import attach_queue
@@ -40,7 +41,9 @@ class GroupQueues:
         comm, weights_only = here.comm, self._weights_only
 
         async def make() -> MessageQueue:
-            external: Any = await comm.broadcast_object(external_writer_handle, writer_rank)
+            with Renamed({"root": "writer_rank"}):
+                handle = comm.broadcast_object(external_writer_handle, writer_rank)
+            external: Any = await handle
             if external is None:
                 queue = await comm.queue(writer=writer_rank, capacity=CAPACITY, weights_only=weights_only)
             else:
@@ -70,7 +73,9 @@ class GroupQueues:
                 writer=comm.rank, readers=[], capacity=CAPACITY, address=address, weights_only=weights_only
             )
             mine = self._keep(MessageQueue(queue, comm.loop, 1))
-            handles: Any = await comm.gather_object(queue.handle, reader_rank_in_group)
+            with Renamed({"root": "reader_rank_in_group"}):
+                gathered = comm.gather_object(queue.handle, reader_rank_in_group)
+            handles: Any = await gathered
             if blocking and comm.rank != reader_rank_in_group:
                 await queue.wait_readers(1)
             return mine, list(handles or [])

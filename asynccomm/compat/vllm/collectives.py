@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Size, Tensor
 
 from asynccomm.compat.either import EitherComm, at_once, outcome, same
+from asynccomm.compat.renamed import Renamed
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.ops.validation import as_index, check_dim, check_is_tensor
+
+_NAMES: Final = dict.fromkeys(("tensor", "input", "inputs"), "input_")
+INPUT: Final = Renamed(_NAMES)
+INPUT_FROM: Final = Renamed({**_NAMES, "root": "src"})
+INPUT_TO: Final = Renamed({**_NAMES, "root": "dst"})
 
 
 class GroupCollectives(Handle):
@@ -30,8 +36,10 @@ class GroupCollectives(Handle):
         """The comm of the objects."""
         raise NotImplementedError
 
-    def _start(self, method: Callable[..., Work[Any]], *args: Any, **options: Any) -> Any:
-        return outcome(self._on_device().call(method, *args, **options), same)
+    def _start(self, names: Renamed, method: Callable[..., Work[Any]], *args: Any, **options: Any) -> Any:
+        with names:
+            work = self._on_device().call(method, *args, **options)
+        return outcome(work, same)
 
     def all_reduce(self, input_: Tensor) -> Any:
         """The sum of all ranks' ``input_``, in a new tensor; in a group of one rank ``input_`` itself.
@@ -45,7 +53,7 @@ class GroupCollectives(Handle):
 
     def _all_reduce_out_place(self, input_: Tensor) -> Any:
         out = torch.empty_like(input_, memory_format=torch.contiguous_format)
-        return self._start(self._on_device().comm.all_reduce, input_, out=out)
+        return self._start(INPUT, self._on_device().comm.all_reduce, input_, out=out)
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Any:
         """All ranks' ``input_``, concatenated along ``dim``; in a group of one rank ``input_`` itself."""
@@ -56,7 +64,7 @@ class GroupCollectives(Handle):
         return at_once(input_) if self.world_size == 1 else self._all_gather_out_place(input_, dim)
 
     def _all_gather_out_place(self, input_: Tensor, dim: int) -> Any:
-        return self._start(self._on_device().comm.all_gather_single, None, input_, dim)
+        return self._start(INPUT, self._on_device().comm.all_gather_single, None, input_, dim)
 
     def all_gatherv(self, input_: Tensor | list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
         """As :meth:`all_gather`, with an extent along ``dim`` for each rank; of a list, a list, in one operation.
@@ -69,8 +77,8 @@ class GroupCollectives(Handle):
             raise ValueError(f"input_ must be a tensor or a list of at least one, got {input_!r}")
         given = self._extents(input_ if isinstance(input_, Tensor) else input_[0], dim) if sizes is None else sizes
         if isinstance(input_, Tensor):
-            return self._start(comm.all_gather_v, None, input_, given, dim)
-        return self._start(comm.all_gather_v_coalesced, None, input_, given, dim)
+            return self._start(INPUT, comm.all_gather_v, None, input_, given, dim)
+        return self._start(INPUT, comm.all_gather_v_coalesced, None, input_, given, dim)
 
     def _extents(self, tensor: Tensor, dim: int) -> list[int]:
         return [tensor.shape[check_dim(dim, tensor, "input_")]] * self.world_size
@@ -84,24 +92,25 @@ class GroupCollectives(Handle):
         return at_once(input_) if self.world_size == 1 else self._reduce_scatter_out_place(input_, dim)
 
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Any:
-        return self._start(self._on_device().comm.reduce_scatter_single, None, input_, dim=dim)
+        return self._start(INPUT, self._on_device().comm.reduce_scatter_single, None, input_, dim=dim)
 
     def _operate(self, name: str, *arguments: Any, **options: Any) -> Any:
-        return self._start(getattr(self._on_device().comm, name), *arguments, **options)
+        here = self._on_device()
+        return outcome(here.call(getattr(here.comm, name), *arguments, **options), same)
 
     def reduce_scatterv(self, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Any:
         """The next ``sizes[rank_in_group]`` indices along ``dim`` of the sum; None: equal sizes."""
-        return self._start(self._on_device().comm.reduce_scatter_v, None, input_, sizes, dim=dim)
+        return self._start(INPUT, self._on_device().comm.reduce_scatter_v, None, input_, sizes, dim=dim)
 
     def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Any:
         """All ranks' ``input_`` along ``dim`` on rank ``dst``, None elsewhere; of a group of one, ``input_``."""
         if self.world_size == 1:
             return at_once(input_)
-        return self._start(self._on_device().comm.gather_single, None, input_, dst, dim)
+        return self._start(INPUT_TO, self._on_device().comm.gather_single, None, input_, dst, dim)
 
     def broadcast(self, input_: Tensor, src: int = 0) -> Any:
         """Copy ``input_`` of rank ``src`` into that of all ranks, and give it."""
-        return self._start(self._on_device().comm.broadcast, input_, src)
+        return self._start(INPUT_FROM, self._on_device().comm.broadcast, input_, src)
 
     def send(self, tensor: Tensor, dst: int | None = None) -> Any:
         """Send ``tensor`` to rank ``dst``, which is another rank; None: the next rank."""
@@ -115,8 +124,9 @@ class GroupCollectives(Handle):
         self._check_other("src", peer)
         if not isinstance(size, Sequence):
             raise TypeError(f"size must be a shape, got {size!r}")
-        comm = self._on_device().comm
-        return self._start(comm.recv, torch.empty(tuple(size), dtype=dtype, device=comm.device), peer)
+        here = self._on_device()
+        received = torch.empty(tuple(size), dtype=dtype, device=here.comm.device)
+        return outcome(here.call(here.comm.recv, received, peer), same)
 
     def _check_other(self, name: str, rank: int) -> None:
         """Raise TypeError if ``rank`` is none, and ValueError if it is this one: nothing could come from there."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -14,6 +14,7 @@ from asynccomm.comm.comm import Comm, GraphCapture
 from asynccomm.comm.methods.tensor_dicts import GatheredDict
 from asynccomm.compat import operators
 from asynccomm.compat.either import EitherComm, at_once, in_order, outcome, same
+from asynccomm.compat.renamed import Renamed
 from asynccomm.compat.vllm.broadcasters import GroupQueues
 from asynccomm.compat.vllm.experts import GroupExperts
 from asynccomm.compat.vllm.message_queue import MessageQueue
@@ -21,6 +22,8 @@ from asynccomm.compat.vllm.world import environment
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
 from asynccomm.ops.validation import as_index
+
+_FROM: Final = Renamed({"root": "src", "object_list": "obj_list"})
 
 
 @final
@@ -194,8 +197,9 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
             return at_once(obj)
         if self.mq_broadcaster is not None and src == 0:
             return self.mq_broadcaster.broadcast_object(obj)
-        method = self.cpu_group.broadcast_object
-        return outcome(self._on_cpu().call(method, obj, src, weights_only=self._weights_only), same)
+        with _FROM:
+            work = self._on_cpu().call(self.cpu_group.broadcast_object, obj, src, weights_only=self._weights_only)
+        return outcome(work, same)
 
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0, group: GroupCoordinator | None = None) -> Any:
         """Replace the items of ``obj_list`` by those of rank ``src``, and give the list.
@@ -204,8 +208,9 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
             group: the ranks; None: this group.
         """
         here = self._instead_of(group)._on_cpu()
-        method = here.comm.broadcast_object_list
-        return outcome(here.call(method, obj_list, src, weights_only=self._weights_only), same)
+        with _FROM:
+            work = here.call(here.comm.broadcast_object_list, obj_list, src, weights_only=self._weights_only)
+        return outcome(work, same)
 
     def send_object(self, obj: Any, dst: int) -> Any:
         """Send ``obj`` to rank ``dst``, which is another rank."""
@@ -237,8 +242,9 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         here = self._instead_of(group)._on_device()
         if here.comm.size == 1:
             return at_once(tensor_dict)
-        method = here.comm.broadcast_tensor_dict
-        return outcome(here.call(method, tensor_dict, src, weights_only=self._weights_only), same)
+        with _FROM:
+            work = here.call(here.comm.broadcast_tensor_dict, tensor_dict, src, weights_only=self._weights_only)
+        return outcome(work, same)
 
     def send_tensor_dict(
         self,

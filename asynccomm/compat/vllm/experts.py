@@ -9,11 +9,13 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from asynccomm.compat.either import at_once, outcome
+from asynccomm.compat.renamed import Renamed
 from asynccomm.compat.vllm.collectives import GroupCollectives
 from asynccomm.ops.experts import Dispatched
 
 # by group and kind: the tokens of each rank in the latest dispatch of this task or thread; empty until it has ended
 _latest: Final[ContextVar[Mapping[tuple[str, bool], list[int]]]] = ContextVar("latest dispatch")
+_HIDDEN: Final = Renamed({"input": "hidden_states"})
 
 
 class GroupExperts(GroupCollectives):
@@ -50,7 +52,9 @@ class GroupExperts(GroupCollectives):
         sizes: list[int] = []
         comm = group._on_device()
         extras = [router_logits, *(extra_tensors or [])]
-        work = comm.call(comm.comm.dispatch, hidden_states, extras=extras)
+        names = {f"extras[{place}]": f"extra_tensors[{place - 1}]" for place in range(1, len(extras))}
+        with Renamed({"hidden": "hidden_states", "extras[0]": "router_logits", **names}):
+            work = comm.call(comm.comm.dispatch, hidden_states, extras=extras)
         _latest.set({**_latest.get({}), (group.unique_name, is_sequence_parallel): sizes})
 
         def finish(sent: Dispatched) -> Any:
@@ -79,7 +83,8 @@ class GroupExperts(GroupCollectives):
                 f"combine(..., is_sequence_parallel={is_sequence_parallel}) is the inverse of such a dispatch(), of "
                 f"which none has ended in this task or thread, in group {group.unique_name!r}"
             )
-        return group.reduce_scatterv(hidden_states, 0, sizes)
+        method = group._on_device().comm.reduce_scatter_v
+        return group._start(_HIDDEN, method, None, hidden_states, sizes, dim=0)
 
     def prepare_communication_buffer_for_model(self, model: nn.Module) -> None:
         """Does nothing: operations allocate their results, and no buffers are to be made for ``model``."""

@@ -50,7 +50,7 @@ async def test_results_are_new_tensors_along_any_dimension(comm: Comm) -> None:
         assert tensor.item() == 1
         with pytest.raises(ValueError, match="dim"):
             group.all_gather(mine, 3)
-        with pytest.raises(ValueError, match="root"):
+        with pytest.raises(ValueError, match="src must be"):
             group.broadcast(tensor, size)
         group.destroy()
 

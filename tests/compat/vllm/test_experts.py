@@ -30,7 +30,7 @@ async def test_tokens_of_all_ranks_and_back(comm: Comm) -> None:
         assert (extras[0].dtype, extras[1].tolist()) == (torch.int32, everything.tolist())
         with pytest.raises(ValueError, match="sizes"):
             group.combine(everything[1:])
-        with pytest.raises(ValueError, match="extras"):
+        with pytest.raises(ValueError, match="router_logits"):
             group.dispatch(hidden, torch.ones(7, 1))
         with pytest.raises(TypeError, match="is_sequence_parallel must be True or False"):
             group.dispatch(hidden, logits, None)  # type: ignore[arg-type]
