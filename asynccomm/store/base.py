@@ -17,7 +17,17 @@ from typing import final
 
 from asynccomm.core.handles import Handle
 
-__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "to_amount", "to_bytes", "to_keys", "within"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "PrefixStore",
+    "Store",
+    "to_amount",
+    "to_bytes",
+    "to_key",
+    "to_keys",
+    "to_limit",
+    "within",
+]
 
 DEFAULT_TIMEOUT = 300.0  # seconds that get() and wait() allow for a key to appear; torch's default
 
@@ -110,7 +120,7 @@ class PrefixStore(Store):
         return PrefixStore(self._key(prefix), self.underlying)  # one view in place of two
 
     def _key(self, key: str) -> str:
-        return f"{self.name}/{key}"
+        return f"{self.name}/{to_key(key)}"
 
     async def set(self, key: str, value: bytes | str) -> None:
         await self.underlying.set(self._key(key), value)
@@ -161,11 +171,18 @@ def to_bytes(name: str, value: bytes | str) -> bytes:
     raise TypeError(f"{name} must be bytes or str, got {value!r}")
 
 
+def to_key(key: str) -> str:
+    """``key``, if it is a str. Raises ``TypeError``."""
+    if not isinstance(key, str):
+        raise TypeError(f"key must be a str, got {key!r}")
+    return key
+
+
 def to_keys(keys: Sequence[str]) -> list[str]:
     """``keys`` as a list. Raises ``TypeError`` for a single str, which is a sequence of one-letter keys."""
     if isinstance(keys, str):
         raise TypeError(f"keys must be a list of keys, got the str {keys!r}")
-    return list(keys)
+    return [to_key(key) for key in keys]
 
 
 def to_amount(amount: int) -> int:
@@ -173,6 +190,14 @@ def to_amount(amount: int) -> int:
     if isinstance(amount, bool) or not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
         raise ValueError(f"amount must be a 64-bit integer, got {amount!r}")
     return amount
+
+
+def to_limit(timeout: float | None, default: float) -> float:
+    """Seconds for a wait. Raises ``ValueError`` for nan, which no deadline ever reaches."""
+    limit = default if timeout is None else timeout
+    if math.isnan(limit):
+        raise ValueError(f"timeout must be a number of seconds, got {limit}")
+    return limit
 
 
 def path_of(store: Store) -> str:

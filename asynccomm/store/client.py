@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast, final
 
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, to_key, to_limit, within
 from asynccomm.store.codec import MULTI_SET_BYTES, Codec
 from asynccomm.store.wait_pool import WaitPool
 
@@ -224,7 +224,7 @@ class StoreClient(Store):
         await line.no_reply()
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
-        limit = self._timeout if timeout is None else timeout
+        limit = to_limit(timeout, self._timeout)
         deadline = time.monotonic() + limit
         if self._libuv and limit > 0:
             if value := await self._get(key):
@@ -275,8 +275,9 @@ class StoreClient(Store):
         return line.reply()
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+        limit = to_limit(timeout, self._timeout)
         if not await self.check(keys):
-            await self._waits.wait(keys, self._timeout if timeout is None else timeout)
+            await self._waits.wait(keys, limit)
 
     def delete(self, key: str) -> asyncio.Future[bool]:
         line = self._line()
@@ -303,7 +304,7 @@ class StoreClient(Store):
 
     async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
         line = self._line()
-        values = {key: to_bytes(f"value of {key!r}", value) for key, value in items.items()}
+        values = {to_key(key): to_bytes(f"value of {key!r}", value) for key, value in items.items()}
         if sum(4 * len(key) + len(value) + 17 for key, value in values.items()) < MULTI_SET_BYTES:
             line.codec.multi_set(values)
             await line.no_reply()

@@ -28,7 +28,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from asynccomm.errors import StoreError, StoreProtocolError
-from asynccomm.store.base import to_amount, to_bytes, to_keys
+from asynccomm.store.base import to_amount, to_bytes, to_key, to_keys
 
 MAX_KEY = 8191  # bytes; libuv's server takes 8192 with the "/" and drops the connection above
 MAX_VALUE = 8 << 20  # bytes in one request; libuv's server drops the connection above
@@ -260,9 +260,7 @@ class Codec:
 
 
 def _key(key: str) -> bytes:
-    if not isinstance(key, str):
-        raise TypeError(f"key must be a str, got {key!r}")
-    data = key.encode(errors="surrogateescape")
+    data = to_key(key).encode(errors="surrogateescape")
     if len(data) > MAX_KEY:
         raise StoreError(f"key of {len(data)} bytes is over the limit of {MAX_KEY}: {key[:40]!r}...")
     return _U64.pack(len(data) + 1) + b"/" + data

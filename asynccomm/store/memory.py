@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import final
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_keys, within
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_key, to_keys, to_limit, within
 
 
 @final
@@ -45,13 +45,13 @@ class MemoryStore(Store):
                     del self._waiters[key]
 
     async def set(self, key: str, value: bytes | str) -> None:
-        self._put(key, to_bytes("value", value))
+        self._put(to_key(key), to_bytes("value", value))
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
-        limit = self._timeout if timeout is None else timeout
+        limit = to_limit(timeout, self._timeout)
         deadline = time.monotonic() + limit
         try:
-            while key not in self._values:  # the key may have been deleted again before its waiter ran
+            while to_key(key) not in self._values:  # the key may have been deleted again before its waiter ran
                 await self.wait([key], max(0.0, deadline - time.monotonic()))
         except StoreTimeoutError:
             raise StoreTimeoutError(f"keys {[key]} did not appear within {limit:g} s") from None
@@ -60,7 +60,7 @@ class MemoryStore(Store):
     async def add(self, key: str, amount: int) -> int:
         number = to_amount(amount)
         try:
-            total = int(self._values.get(key, b"0")) + number
+            total = int(self._values.get(to_key(key), b"0")) + number
         except ValueError as exc:
             raise StoreError(f"key {key!r} does not hold a number but {self._values[key]!r}") from exc
         self._put(key, str(total).encode())
@@ -68,7 +68,7 @@ class MemoryStore(Store):
 
     async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         want = to_bytes("expected", expected)
-        if key not in self._values and want:
+        if to_key(key) not in self._values and want:
             return want
         if self._values.get(key, b"") == want:
             self._put(key, to_bytes("desired", desired))
@@ -79,7 +79,7 @@ class MemoryStore(Store):
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         names = to_keys(keys)
-        limit = self._timeout if timeout is None else timeout
+        limit = to_limit(timeout, self._timeout)
         try:
             async with within(limit):
                 while missing := [key for key in names if key not in self._values]:
@@ -89,10 +89,10 @@ class MemoryStore(Store):
             raise StoreTimeoutError(f"keys {missing} did not appear within {limit:g} s") from None
 
     async def delete(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
+        return self._values.pop(to_key(key), None) is not None
 
     async def append(self, key: str, value: bytes | str) -> None:
-        self._put(key, self._values.get(key, b"") + to_bytes("value", value))
+        self._put(key, self._values.get(to_key(key), b"") + to_bytes("value", value))
 
     async def num_keys(self) -> int:
         return len(self._values)

@@ -14,7 +14,7 @@ import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_keys, within
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_key, to_keys, to_limit, within
 from asynccomm.store.routes import address_towards
 
 T = TypeVar("T")
@@ -60,27 +60,27 @@ class TorchStore(Store):
             raise StoreError(f"{type(self.torchs).__name__}: {exc}") from exc
 
     async def set(self, key: str, value: bytes | str) -> None:
-        data = to_bytes("value", value)
-        await self._call(lambda: self.torchs.set(key, data))  # type: ignore[arg-type]  # bytes work, the stub says str
+        name, data = to_key(key), to_bytes("value", value)
+        await self._call(lambda: self.torchs.set(name, data))  # type: ignore[arg-type]  # bytes work, the stub says str
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
         await self.wait([key], timeout)
         return await self._call(lambda: self.torchs.get(key))
 
     async def add(self, key: str, amount: int) -> int:
-        number = to_amount(amount)
-        return await self._call(lambda: self.torchs.add(key, number))
+        name, number = to_key(key), to_amount(amount)
+        return await self._call(lambda: self.torchs.add(name, number))
 
     async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        want, new = to_bytes("expected", expected), to_bytes("desired", desired)
-        return await self._call(lambda: self.torchs.compare_set(key, want, new))  # type: ignore[arg-type]
+        name, want, new = to_key(key), to_bytes("expected", expected), to_bytes("desired", desired)
+        return await self._call(lambda: self.torchs.compare_set(name, want, new))  # type: ignore[arg-type]
 
     async def check(self, keys: Sequence[str]) -> bool:
         names = to_keys(keys)
         return await self._call(lambda: self.torchs.check(names))
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
-        limit = self._timeout if timeout is None else timeout
+        limit = to_limit(timeout, self._timeout)
         pause = FIRST_POLL
         if await self.check(keys):  # before the timeout: existing keys are found even with a timeout of 0
             return
@@ -95,11 +95,12 @@ class TorchStore(Store):
             raise StoreTimeoutError(f"keys {list(keys)} did not all appear within {limit:g} s") from None
 
     async def delete(self, key: str) -> bool:
-        return await self._call(lambda: self.torchs.delete_key(key))
+        name = to_key(key)
+        return await self._call(lambda: self.torchs.delete_key(name))
 
     async def append(self, key: str, value: bytes | str) -> None:
-        data = to_bytes("value", value)
-        await self._call(lambda: self.torchs.append(key, data))  # type: ignore[attr-defined]
+        name, data = to_key(key), to_bytes("value", value)
+        await self._call(lambda: self.torchs.append(name, data))  # type: ignore[attr-defined]
 
     async def num_keys(self) -> int:
         return await self._call(self.torchs.num_keys)

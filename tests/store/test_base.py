@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import distributed as dist
@@ -182,6 +183,34 @@ async def test_arguments_of_the_wrong_type_are_named(store: Store) -> None:
     for call in (store.check, store.wait):
         with pytest.raises(TypeError, match="list of keys"):
             await call("abc")
+
+
+async def test_keys_that_are_no_text_are_refused(store: Store) -> None:
+    five: Any = 5
+    calls: list[Callable[[], Awaitable[Any]]] = [
+        lambda: store.set(five, b""),
+        lambda: store.get(five),
+        lambda: store.add(five, 1),
+        lambda: store.compare_set(five, b"", b"x"),
+        lambda: store.check(["a", five]),
+        lambda: store.wait([five]),
+        lambda: store.delete(five),
+        lambda: store.append(five, b""),
+        lambda: store.multi_get([five]),
+        lambda: store.multi_set({five: b""}),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="key must be a str, got 5"):
+            await call()
+    assert not await store.check(["5"])
+
+
+async def test_nan_is_no_timeout(store: Store) -> None:
+    await store.set("here", b"x")
+    for key in ("here", "missing"):
+        for call in (store.get(key, math.nan), store.wait([key], math.nan), store.multi_get([key], math.nan)):
+            with pytest.raises(ValueError, match="timeout must be a number of seconds, got nan"):
+                await asyncio.wait_for(call, 10)
 
 
 async def test_a_prefix_names_keys_as_torch_does() -> None:
