@@ -409,8 +409,8 @@ async def test_a_silent_server_is_not_waited_for_beyond_the_limit(fake: StartFak
 
 async def test_a_server_that_stops_after_the_greeting(fake: StartFake) -> None:
     server = await fake(greet_then_hang)
-    with pytest.raises(RendezvousError, match=r"within 0\.1 s: the server stopped answering"):
-        await StoreClient.connect("127.0.0.1", server.port, connect_timeout=0.1)
+    with pytest.raises(RendezvousError, match="within 1 s: the server stopped answering"):
+        await StoreClient.connect("127.0.0.1", server.port, connect_timeout=1)
 
 
 async def test_something_else_is_on_that_port(fake: StartFake) -> None:
