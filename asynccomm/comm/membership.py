@@ -276,20 +276,21 @@ async def _regroup(
         raise
     session.regrouping = None
     try:
-        await _yield_store(session, new.identity.parent_ranks)
+        await _give_way(session, new)
     except asyncio.CancelledError:
         await shielded(_drop(new))
         raise
     return new
 
 
-async def _yield_store(session: Session, new_members: Sequence[int]) -> None:
-    """Close ``session``, which a new comm of its ranks ``new_members`` replaces; -1 is a newcomer."""
+async def _give_way(session: Session, new: Session) -> None:
+    """Close ``session``, which ``new`` replaces."""
     assert session.reporter is not None
+    identity, new_members = session.identity, new.identity.parent_ranks
     session.submitter.watchers.regrouped(new_members)
-    members = [rank for rank in new_members if rank >= 0]
-    session.reporter.followers = [session.identity.job_ranks[rank] for rank in members]
-    session.identity.job.followed = True
+    session.reporter.followers = [identity.job_ranks[rank] for rank in new_members if rank >= 0]
+    identity.job.left_out |= {*identity.job_ranks} - {*session.reporter.followers}
+    identity.successor = new.identity.job
     session.retire()
     closing = asyncio.ensure_future(session.aclose())
     detach(closing)

@@ -2,7 +2,8 @@
 
 A job begins with a comm of ``new_comm`` and includes all comms split off its members. The comms of a job fail and close
 independently, in any order. The store stays connected until the last comm has closed; only then does this rank announce
-that it no longer needs the store.
+that it no longer needs the store. The rank that hosts the store waits for the announcements of the other ranks. If its
+last comm of the job ends because a comm of another job replaces it, the wait goes on beside that job, and ends with it.
 
 All keys of a comm lie under its prefix in the store. A child's prefix lies within its parent's, and all members compute
 the same prefix without communicating. See :meth:`CommIdentity.child_prefix`.
@@ -15,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 from collections import Counter
@@ -25,6 +27,8 @@ from weakref import WeakValueDictionary
 
 from asynccomm.backends.base import RankInfo
 from asynccomm.control.channel import ControlChannel
+from asynccomm.control.timing import SILENT_SECONDS
+from asynccomm.core.tasks import detach
 from asynccomm.errors import AsyncCommError, ClosedError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession
@@ -33,6 +37,8 @@ from asynccomm.store.base import Store, path_of, within
 STORE_HOST_KEY = "host"  # key under a job's prefix: the rank that hosts the store, if a rank does
 ANNOUNCE_SECONDS = 1.0  # seconds for the departure of a rank to reach the store, which may be lost or stuck
 LEAVE_SECONDS = 10.0  # seconds that the rank hosting the store stays for the other ranks after closing its comms
+LOOK_SECONDS = 0.01  # seconds between looks for their announcements
+LOOK_BESIDE_SECONDS = 0.25  # the same, while the host goes on with another job
 
 ProcessIdentity = tuple[object, int]  # the rendezvous, and this process's rank there
 
@@ -105,13 +111,14 @@ class Job:
         self.secret = secret
         self.channel = channel
         self.origin = origin
-        self.followed = False  #: comms of another job replace the comms of this one and own the store
+        self.left_out: set[int] = set()  #: ranks without which another job has replaced a comm of this one
         self.room = room
         self._group = group
         self._meeting = meeting
         self.store: Store = meeting.store
         self._seats = 0
         self._over = False
+        self._predecessors: set[asyncio.Task[None]] = set()  # ends of jobs that this one replaces
 
     def enter(self) -> None:
         """Count one more comm. On the loop. Raises: ClosedError when all comms of the job have closed."""
@@ -125,13 +132,33 @@ class Job:
         if self._seats == 0 and self.channel is not None:
             self.channel.end()
 
-    async def leave(self) -> None:
-        """Count one comm less; with the last, the rank leaves the store."""
+    async def leave(self, successor: Job | None = None) -> None:
+        """Count one comm less; with the last, the rank leaves the store.
+
+        Args:
+            successor: the job of the comm that replaces the one that has closed; None: no comm does.
+        """
         self._seats -= 1
-        if self._seats == 0:
-            self._over = True
+        if self._seats:
+            return
+        self._over = True
+        if self._meeting.hosted is None or successor is None or successor._over:
+            await self._end(LEAVE_SECONDS, LOOK_SECONDS)
+        else:  # the new comm need not wait for ranks that use other comms of this job
+            ending = detach(asyncio.ensure_future(self._end(math.inf, LOOK_BESIDE_SECONDS)))
+            successor._predecessors.add(ending)
+            ending.add_done_callback(successor._predecessors.discard)
+
+    async def _end(self, limit: float, pause: float) -> None:
+        """Leave the store and close the channel; see ``_announce_departure``."""
+        try:
+            await self._announce_departure(limit, pause)
+        finally:
             try:
-                await self._announce_departure()
+                ending = list(self._predecessors)
+                for task in ending:
+                    task.cancel()
+                await asyncio.gather(*ending, return_exceptions=True)
             finally:
                 try:
                     if self.channel is not None:
@@ -139,27 +166,39 @@ class Job:
                 finally:
                     await self._meeting.aclose()
 
-    async def _announce_departure(self) -> None:
-        """Announce that this rank is done; the rank that hosts the store waits for the other ranks' announcements."""
+    async def _announce_departure(self, limit: float, pause: float) -> None:
+        """Announce that this rank is done; the rank that hosts the store waits for the other ranks' announcements.
+
+        Args:
+            limit: seconds to wait.
+            pause: seconds between looks.
+        """
         name, size = self._group.name, self._group.size
-        stays = self._meeting.hosted is not None and not self.followed
+        hosts = self._meeting.hosted is not None
+        stays = hosts or bool(self._predecessors)
         try:
-            async with within(LEAVE_SECONDS if stays else ANNOUNCE_SECONDS):
+            async with within(limit if stays else ANNOUNCE_SECONDS):
                 gone = await self.room.add("gone", 1)
-                if stays:
-                    while gone + self._lost < size:
-                        await asyncio.sleep(0.01)
-                        gone = await self.room.add("gone", 0)
+                while hosts and gone + self._lost < size:
+                    await asyncio.sleep(pause)
+                    gone = await self.room.add("gone", 0)
+                if self._predecessors:
+                    await asyncio.wait(self._predecessors)
         except TimeoutError:
             if stays:
-                _log.warning("comm %r: not all ranks have closed within %g s; the store ends now", name, LEAVE_SECONDS)
+                _log.warning("comm %r: not all ranks have closed within %g s; the store ends now", name, limit)
         except AsyncCommError as exc:
             _log.debug("comm %r: the store was gone before this rank left: %s", name, exc)
 
     @property
     def _lost(self) -> int:
-        """The number of ranks that can no longer announce their departure."""
-        return 0 if self.channel is None else sum(map(bool, list(self.channel.gone.values())))
+        """The number of ranks that can no longer announce their departure, or are left out and stopped."""
+        channel = self.channel
+        if channel is None:
+            return 0
+        gone = channel.gone.copy()  # the control thread changes it
+        stopped = [r for r in self.left_out - gone.keys() if (channel.silence(r) or 0.0) > SILENT_SECONDS]
+        return sum(map(bool, gone.values())) + len(stopped)
 
 
 @final
@@ -190,6 +229,7 @@ class CommIdentity:
         self.parent_ranks: tuple[int, ...] = tuple(parent_ranks)
         self.job_ranks: tuple[int, ...] = tuple(job_ranks)
         self.key: str = _digest(path_of(room))  #: identifies this comm in the control channel
+        self.successor: Job | None = None  #: the job of the comm that replaces this one
         self._reservation = reservation
         self._splits: Counter[str] = Counter()
         self._unnamed: Counter[str] = Counter()
@@ -245,8 +285,9 @@ class CommIdentity:
     async def leave(self) -> None:
         """Leave the job after the comm has closed, and release the name."""
         self._left = True
+        successor, self.successor = self.successor, None  # a closed comm keeps no other alive
         try:
-            await self.job.leave()
+            await self.job.leave(successor)
         finally:
             self.free_name()
 

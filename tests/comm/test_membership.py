@@ -897,6 +897,41 @@ async def test_on_a_store_that_one_of_them_hosts() -> None:
         await thrice(comms)
 
 
+@pytest.mark.parametrize("regrouped", ["parent", "sibling"])
+async def test_the_host_of_the_store_stays_for_comms_that_were_split_off_before(regrouped: str) -> None:
+    port = free_port()
+    async with world(3, lambda rank: f"tcp://127.0.0.1:{port}") as comms:
+        kids = await asyncio.gather(*(comm.split([1, 2], "kid") for comm in comms[1:]))
+        if regrouped == "parent":
+            new = await asyncio.gather(*(comm.reconfigure([0, 1, 2]) for comm in comms))
+        else:
+            pair = await asyncio.gather(*(comm.split([0, 1], "sibling") for comm in comms[:2]))
+            await close(await shrunk(pair))
+            new = comms
+        closing = [asyncio.ensure_future(comm.aclose()) for comm in new]
+        async with asyncio.timeout(LIMIT):
+            await asyncio.gather(*closing[1:])
+            for _ in range(3):  # the store is there
+                await asyncio.gather(*(kid.monitored_barrier() for kid in kids))
+                assert not closing[0].done()
+            await close(kids)
+            await closing[0]
+
+
+async def test_regrouping_waits_for_no_comm_that_was_split_off_before(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    async with world(3, lambda rank: f"tcp://127.0.0.1:{port}") as comms:
+        kids = await asyncio.gather(*(comm.split([1, 2], "kid") for comm in comms[1:]))
+        start, left = time.monotonic(), comms
+        for _ in range(3):
+            left = await shrunk(left)
+        assert time.monotonic() - start < regrouping_module.CLOSE_SECONDS
+        await close(kids)
+        await close(left)
+    await _nothing_is_left()
+    assert not caplog.records
+
+
 async def test_the_survivors_host_a_store_when_the_old_store_is_lost() -> None:
     server = serve("127.0.0.1", listen("127.0.0.1", 0))
     with pytest.MonkeyPatch.context() as patch:

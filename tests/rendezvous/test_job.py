@@ -13,6 +13,7 @@ from asynccomm.ops.validation import CommInfo
 from asynccomm.rendezvous import job as family_module
 from asynccomm.rendezvous.job import CommIdentity, Job, NameReservation
 from asynccomm.rendezvous.spec import StoreSession
+from tests.waiting import until
 
 WORLD = ("world", 0)
 
@@ -28,9 +29,9 @@ class Hosted:
     """Stands for the server."""
 
 
-def make(store: MemoryStore, *, hosting: bool = False, size: int = 2) -> tuple[Job, Closing]:
+def make(store: MemoryStore, *, hosting: bool = False, size: int = 2, room: str = "room") -> tuple[Job, Closing]:
     meeting = Closing(store, close=store.aclose, hosted=Hosted() if hosting else None)  # type: ignore[arg-type]
-    return Job(WORLD, CommInfo("main", 0, size, torch.device("cpu")), store.prefix("room"), meeting), meeting
+    return Job(WORLD, CommInfo("main", 0, size, torch.device("cpu")), store.prefix(room), meeting), meeting
 
 
 def seat_in(job: Job, name: str, store: MemoryStore) -> CommIdentity:
@@ -152,7 +153,11 @@ class Line:
 
     def __init__(self, gone: dict[int, str]) -> None:
         self.gone = gone
+        self.silences: dict[int, float] = {}
         self.closed = 0
+
+    def silence(self, rank: int) -> float | None:
+        return self.silences.get(rank)
 
     async def aclose(self) -> None:
         self.closed += 1
@@ -181,6 +186,86 @@ async def test_the_host_does_not_wait_for_the_dead() -> None:
     await asyncio.sleep(0.05)
     assert not leaving.done()
     gone[2] = "its process ended"
+    async with asyncio.timeout(5):
+        await leaving
+    assert meeting.closed == 1
+
+
+async def test_the_host_does_not_wait_for_ranks_that_were_left_out_and_are_stopped() -> None:
+    store = MemoryStore()
+    job, meeting = make(store, hosting=True, size=4)
+    job.channel = line = Line({})  # type: ignore[assignment]
+    job.left_out |= {2, 3}
+    line.silences = {1: 60.0, 2: 60.0, 3: 0.5}  # rank 1 may go on
+    leaving = asyncio.ensure_future(seat_in(job, "a", store).leave())
+    await store.add("room/gone", 1)
+    await asyncio.sleep(0.05)
+    assert not leaving.done()
+    line.silences[3] = 60.0
+    async with asyncio.timeout(5):
+        await leaving
+    assert meeting.closed == 1
+
+
+async def replaced(store: MemoryStore, number: int) -> tuple[tuple[Job, Closing], tuple[Job, Closing], CommIdentity]:
+    """A job of two ranks whose last comm here was replaced, and the job of the new comm, both with the store's host."""
+    old, new = make(store, hosting=True, room=f"old {number}"), make(store, hosting=True, room=f"new {number}")
+    identity, successor = seat_in(old[0], "a", store), seat_in(new[0], "b", store)
+    identity.successor = new[0]
+    async with asyncio.timeout(5):
+        await identity.leave()  # waits for no rank
+    assert identity.successor is None
+    return old, new, successor
+
+
+async def test_the_host_stays_for_the_ranks_of_a_job_that_was_replaced() -> None:
+    store = MemoryStore()
+    (_, old), (_, new), last = await replaced(store, 0)
+    leaving = asyncio.ensure_future(last.leave())
+    await store.add("new 0/gone", 1)
+    await asyncio.sleep(0.05)
+    assert (old.closed, new.closed, leaving.done()) == (0, 0, False)
+    await store.add("old 0/gone", 1)
+    async with asyncio.timeout(5):
+        await leaving
+    assert (old.closed, new.closed) == (1, 1)
+
+
+async def test_a_job_that_was_replaced_ends_with_its_last_rank() -> None:
+    store = MemoryStore()
+    (_, old), (_, new), last = await replaced(store, 0)
+    await store.add("old 0/gone", 1)
+    await until(lambda: old.closed == 1)
+    assert new.closed == 0
+    await store.add("new 0/gone", 1)
+    async with asyncio.timeout(5):
+        await last.leave()
+    assert (old.closed, new.closed) == (1, 1)
+
+
+async def test_a_job_that_was_replaced_ends_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family_module, "LEAVE_SECONDS", 0.05)
+    store = MemoryStore()
+    (_, old), (_, new), last = await replaced(store, 0)
+    (third, newest) = make(store, hosting=True, room="newest")
+    last.successor, end = third, seat_in(third, "c", store)
+    await last.leave()
+    async with asyncio.timeout(5):
+        await end.leave()
+    assert (old.closed, new.closed, newest.closed) == (1, 1, 1)
+
+
+async def test_the_host_waits_itself_where_the_next_job_has_ended() -> None:
+    store = MemoryStore()
+    job, meeting = make(store, hosting=True)
+    over, _ = make(store, room="over")
+    await seat_in(over, "b", store).leave()
+    identity = seat_in(job, "a", store)
+    identity.successor = over
+    leaving = asyncio.ensure_future(identity.leave())
+    await asyncio.sleep(0.05)
+    assert not leaving.done()
+    await store.add("room/gone", 1)
     async with asyncio.timeout(5):
         await leaving
     assert meeting.closed == 1
