@@ -11,7 +11,7 @@ from dataclasses import replace
 from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, UnsuitableError, own_hints
 from asynccomm.comm.reporter import Reporter
 from asynccomm.comm.session import EXPLAIN_SECONDS, Session
-from asynccomm.errors import AbortedError, AsyncCommError, BackendError, BrokenError, PeerLostError, StoreError
+from asynccomm.errors import AsyncCommError, BackendError, BrokenError, PeerLostError, StoreError
 from asynccomm.store.base import within
 
 ABSENT_SECONDS = 2.0  # for the store to list the ranks that came
@@ -71,9 +71,8 @@ async def connect_session(
             if may_connect:  # else the parent's error is the reason
                 reason = await _connect_error(session, exc)
         finally:
-            error = AbortedError(session.group.rank, f"could not connect: {type(reason).__name__}: {reason}")
             # other ranks may still wait for this one; an unsuitable backend fails on all ranks by itself
-            session.fail(error, notify=not isinstance(reason, UnsuitableError))
+            session.fail(session.gave_up(reason), notify=not isinstance(reason, UnsuitableError))
             session.identity.free_name()  # now: closing goes on after a cancellation, and a retry may use the name
             await session.aclose()
         if reason is exc:

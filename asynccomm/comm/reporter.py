@@ -163,7 +163,8 @@ class Reporter:
         item: JsonObject = {"kind": "closed"}  # without this rank: equal messages of many ranks travel as one
         submitter = self._submitter()
         error = None if submitter is None else submitter.error
-        if isinstance(error, PeerLostError):  # the others may not see it: each rank has its own connections
+        # the others may not see the loss: each rank has its own connections; the parent's error has the parent's ranks
+        if isinstance(error, PeerLostError) and error.comm == self._group.name:
             item |= {"lost": error.rank, "reason": error.detail}
         if self.followers is not None:
             item = {"kind": "followed", "members": to_builtins(compact_ranks(self.followers))}

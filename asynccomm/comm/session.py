@@ -276,11 +276,12 @@ class Session:
         self.reporter = None
         self.identity.detach_in_child()
 
-    def fail(self, error: BrokenError, *, notify: bool = True) -> None:
+    def fail(self, error: BrokenError, *, notify: bool = True, message: BrokenError | None = None) -> None:
         """Break by ``error``, unless the session has ended. From any thread, also while others are stuck in calls.
 
         Args:
             notify: send the error to the other ranks.
+            message: sent in place of ``error``, which is of another comm.
         """
         error = self._located(error)
         with self._breaking:
@@ -293,15 +294,27 @@ class Session:
             self._transport_ended = ended = Future[None]()
         for work in self.in_flight.all():
             work.settle(error)
-        for child in list(self.children):
-            child.fail(error)
         self._end_dependents(error)
         # notify the peers before the transport ends, so that they get the cause and not a lost connection
-        if notify and self.reporter is not None:
-            self.reporter.send_error(error, lambda: self._end(error, ended))
-        else:
+        reporter = self.reporter if notify else None
+        if reporter is not None:
+            reporter.send_error(message or error, lambda: self._end(error, ended))
+        for child in list(self.children):  # later: so that the peers get the cause first
+            child.fail(error, message=child._message_about(error))
+        if reporter is None:
             self._end(error, ended)
         self.mailbox.post(self._end_waits)
+
+    def gave_up(self, reason: BaseException) -> AbortedError:
+        """The error for the other ranks where this one cannot connect because of ``reason``."""
+        return AbortedError(self.group.rank, f"could not connect: {type(reason).__name__}: {reason}")
+
+    def _message_about(self, error: BrokenError) -> BrokenError:
+        """The error for the other ranks where the parent fails by ``error``, which has the parent's rank numbers."""
+        parent_ranks = self.identity.parent_ranks
+        if isinstance(error, PeerLostError) and error.rank in parent_ranks:
+            return PeerLostError(parent_ranks.index(error.rank), error.detail)
+        return self.gave_up(error)
 
     def _located(self, error: BrokenError) -> BrokenError:
         """``error``, with the lost process where it is a loss."""

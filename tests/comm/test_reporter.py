@@ -120,12 +120,13 @@ async def test_a_reporter_subscribes_and_unsubscribes(parts: Parts) -> None:
 
 
 async def test_closing_because_of_a_loss_reports_the_loss(parts: Parts) -> None:
-    parts.submitter.error = PeerLostError(2, "its connection ended")
+    parts.submitter.error = PeerLostError(2, "its connection ended", "grads")
     parts.reporter.end()
     assert parts.line.withdrawn == [{"kind": "closed", "lost": 2, "reason": "its connection ended"}]
-    parts.submitter.error = AbortedError(1, "enough")  # which everybody has been told
-    parts.reporter.end()
-    assert parts.line.withdrawn[1:] == [{"kind": "closed"}]
+    for error in (AbortedError(1, "enough"), PeerLostError(7, "its connection ended", "parent")):  # all ranks have them
+        parts.submitter.error = error
+        parts.reporter.end()
+    assert parts.line.withdrawn[1:] == [{"kind": "closed"}] * 2
 
 
 async def test_the_error_that_breaks_the_comm_is_sent_with_its_rank(parts: Parts) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -525,6 +526,65 @@ async def test_connecting_ends_when_the_parent_breaks(monkeypatch: pytest.Monkey
         for error in results:
             assert isinstance(error, AbortedError)
             assert "rank 2 will not come" in str(error)
+
+
+@pytest.mark.parametrize(("members", "lost"), [([1, 2, 3], 3), ([3, 2, 1], 1), ([1, 2, 0], 3)])
+async def test_connecting_ends_when_the_parent_loses_a_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, members: list[int], lost: int
+) -> None:
+    async with loopback_world(4) as comms:
+        waiting_at(monkeypatch)
+        here = [comms[rank] for rank in members if rank not in (0, lost)]
+        tasks = [asyncio.ensure_future(comm.split(members, "x")._connect()) for comm in here]
+        await until(lambda: all(comm._session.children for comm in here))
+        channel = comms[lost]._session.identity.job.channel
+        assert channel is not None
+        channel.call(channel._begin_closing)  # as if it was killed
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in results:
+            assert isinstance(error, BrokenError)
+            found = re.search(r"rank (\d) was lost: .*\(comm '(.*)', process", str(error))
+            assert found is not None, error
+            number, name = found.groups()
+            assert (members[int(number)] if name == "test/x" else int(number)) == lost
+    assert "could not handle" not in caplog.text
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_rank_that_has_connected_gets_the_parent_s_error_that_ends_connecting_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    connect = LoopbackBackend.connect.__func__  # type: ignore[attr-defined]
+
+    async def slow(cls: type[Backend], context: BackendContext) -> Backend:
+        """Rank 0 goes on connecting after the other ranks have connected."""
+        backend: Backend = await connect(cls, context)
+        if context.group.rank == 0:
+            try:
+                await asyncio.Event().wait()
+            except BaseException:
+                await backend.aclose()
+                raise
+        return backend
+
+    async with loopback_world(4) as comms:
+        monkeypatch.setattr(LoopbackBackend, "connect", classmethod(slow))
+        waiting = asyncio.ensure_future(comms[1].split([1, 2], "x")._connect())
+        async with comms[2].split([1, 2], "x") as child:
+            assert child is not None
+            receiving = child.recv(torch.ones(1), 0)
+            channel = comms[3]._session.identity.job.channel
+            assert channel is not None
+            if dies:
+                channel.call(channel._begin_closing)
+            else:
+                comms[3].abort("enough")
+            error = r"PeerLostError: rank 3 was lost: .* \(comm 'test'" if dies else "AbortedError: .* rank 3: enough"
+            async with asyncio.timeout(5):
+                with pytest.raises(AbortedError, match=f"aborted by rank 0: could not connect: {error}"):
+                    await receiving
+        assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], BrokenError)
 
 
 async def test_a_split_called_before_the_parent_ended_fails_when_it_is_awaited() -> None:
