@@ -95,8 +95,7 @@ async def _miss_members(session: Session, parent: str, reporter: Reporter) -> No
 
     A member may close that comm as soon as it has connected, and this rank has soon connected then, too.
     """
-    jobs = session.identity.job_ranks
-    rank = jobs.index(await reporter.closed_by(jobs))
+    rank = await reporter.closed_by(session.identity.parent_ranks)
     await asyncio.sleep(CLOSED_SECONDS)
     session.fail(BackendError(f"rank {rank} has closed comm {parent!r}, and takes no part in splitting it"))
 

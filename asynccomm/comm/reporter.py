@@ -129,11 +129,10 @@ class Reporter:
             samples += [(asked, float(answer["now"]), time.monotonic()) for answer in answers if "now" in answer][:1]
         return estimate(samples, same_host=there[root].host == there[channel.rank].host)
 
-    async def closed_by(self, jobs: Sequence[int]) -> int:
-        """Wait until one of ``jobs``, by rank of the job, has closed the comm; returns it. On the comm's loop."""
-        ranks = {self._ranks[job]: job for job in jobs}
+    async def closed_by(self, ranks: Sequence[int]) -> int:
+        """Wait until one of ``ranks`` has closed the comm; returns it. On the comm's loop."""
         await self._wait_until(lambda: not self._closed.isdisjoint(ranks))
-        return next(job for rank, job in ranks.items() if rank in self._closed)
+        return next(rank for rank in ranks if rank in self._closed)
 
     def announce(self, text: str) -> None:
         """See ``Announcements``."""

@@ -853,14 +853,14 @@ async def test_a_rank_that_does_not_come_is_named_on_processes(comm: Comm) -> No
 @pytest.mark.ranks(3, backend=BACKENDS)
 async def test_a_member_that_has_closed_the_parent_is_named_before_the_time_limit(comm: Comm) -> None:
     async with new_comm(comm.backend, name="wide") as parent:
-        if comm.rank == 1:
+        if comm.rank == 2:
             await parent.aclose()
         else:
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(connecting_module, "CLOSED_SECONDS", 0.2)
-                error = r"rank 1 has closed comm 'wide', and takes no part in splitting it"
+                error = r"rank 2 has closed comm 'wide', and takes no part in splitting it"
                 with pytest.raises(BrokenError, match=error):
-                    await parent.split([0, 1, 2], "x", timeout=100)
+                    await parent.split([2, 0, 1], "x", timeout=100)
         await comm.barrier()
 
 
