@@ -21,7 +21,7 @@ from msgspec import to_builtins
 from asynccomm.comm.flight import packed
 from asynccomm.comm.in_flight import RollCall
 from asynccomm.comm.submission import Submitter
-from asynccomm.comm.wire_errors import decode_error, encode_error
+from asynccomm.comm.wire_errors import TEXT, decode_error, encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.fingerprints import Fingerprint
@@ -164,7 +164,7 @@ class Reporter:
         error = None if submitter is None else submitter.error
         # the others may not see the loss: each rank has its own connections; the parent's error has the parent's ranks
         if isinstance(error, PeerLostError) and error.comm == self._group.name:
-            item |= {"lost": error.rank, "reason": error.detail}
+            item = encode_error(error) | item
         if self.followers is not None:
             item = {"kind": "followed", "members": to_builtins(compact_ranks(self.followers))}
         self._channel.unsubscribe(self._key, item)
@@ -400,7 +400,11 @@ class Reporter:
             "size": self._group.size,
             "host": host_name(),
             "pid": os.getpid(),
-            "state": "open" if error is None else f"broken: {error}" if isinstance(error, BrokenError) else "closed",
+            "state": "open"
+            if error is None
+            else f"broken: {error}"[:TEXT]
+            if isinstance(error, BrokenError)
+            else "closed",
             "collectives": collectives,
             "finished": collectives - sum(not work.op.p2p and work.seq != UNNUMBERED for work in pending),
             "messages": messages,

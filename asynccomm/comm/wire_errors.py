@@ -1,7 +1,7 @@
 """Encodes the error that breaks a comm as a message for the other ranks, and decodes it.
 
 Messages from other ranks are validated: an unreadable error of a known kind is decoded as a BackendError about it.
-Texts are cut at ``TEXT`` characters.
+Texts are cut at ``TEXT`` characters, by the sender, because a message may not be too long, and by the receiver.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def encode_error(error: BrokenError) -> dict[str, Any]:
     """The message about an error of this rank for the other ranks."""
     match error:
         case AbortedError():
-            return {"kind": "abort", "reason": error.reason}
+            return {"kind": "abort", "reason": error.reason[:TEXT]}
         case PeerLostError():
-            return {"kind": "lost", "lost": error.rank, "reason": error.detail}
+            return {"kind": "lost", "lost": error.rank, "reason": error.detail[:TEXT]}
         case CollectiveMismatchError():
-            return {"kind": "mismatch", "sides": list(error.args)}
+            return {"kind": "mismatch", "sides": [x[:TEXT] if isinstance(x, str) else x for x in error.args]}
         case BackendError():
-            return {"kind": "transport", "reason": f"{type(error).__name__}: {error}"}
+            return {"kind": "transport", "reason": f"{type(error).__name__}: {error}"[:TEXT]}
         case _:
-            return {"kind": "abort", "reason": f"{type(error).__name__}: {error}"}
+            return {"kind": "abort", "reason": f"{type(error).__name__}: {error}"[:TEXT]}
 
 
 def decode_error(item: dict[str, Any]) -> BrokenError | None:

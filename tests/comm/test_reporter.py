@@ -19,7 +19,7 @@ from asynccomm.comm.in_flight import RECORDED, InFlight
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.comm.reporter import EXPLAINED, Reporter
 from asynccomm.comm.submission import COMPARED, Submitter
-from asynccomm.comm.wire_errors import encode_error
+from asynccomm.comm.wire_errors import TEXT, encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.core.callsite import call_site
@@ -181,6 +181,13 @@ async def test_a_state(parts: Parts) -> None:
 async def test_the_state_of_the_comm(parts: Parts, error: Any, text: str) -> None:
     parts.submitter.error = error
     assert parts.reporter.on_request({"what": "state"})["state"] == text
+
+
+async def test_the_state_of_a_comm_with_a_long_error_fits_into_a_message(parts: Parts) -> None:
+    parts.submitter.error = AbortedError(1, "x" * (5 << 20))
+    state = parts.reporter.on_request({"what": "state"})["state"]
+    assert state.startswith("broken: aborted by rank 1: xxx")
+    assert len(state) == TEXT
 
 
 async def test_the_operation_of_a_number(parts: Parts) -> None:

@@ -14,6 +14,7 @@ from asynccomm import (
     PeerLostError,
 )
 from asynccomm.comm.wire_errors import decode_error, encode_error
+from asynccomm.control.transport.framing import MESSAGE_BYTES, encode
 from asynccomm.ops import AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
 from tests.cases import cases
@@ -92,3 +93,19 @@ def test_news_of_nothing_are_passed_over(kind: object, caplog: pytest.LogCapture
 def test_long_reasons_are_cut_off() -> None:
     found = decode_error({"rank": 2, "kind": "abort", "reason": "x" * (1 << 20)})
     assert len(str(found)) < 1 << 15
+
+
+@cases(
+    "error",
+    [
+        AbortedError(2, "x" * (5 << 20)),
+        PeerLostError(1, "x" * (5 << 20)),
+        CollectiveMismatchError(3, 0, "x" * (5 << 20), 1, "x" * (5 << 20), "x" * (5 << 20), "x" * (5 << 20)),
+        BackendError("x" * (5 << 20)),
+        BrokenError("x" * (5 << 20)),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_message_about_an_error_with_long_texts_fits_into_a_frame(error: BrokenError) -> None:
+    assert len(encode(encode_error(error))) < MESSAGE_BYTES // 8
+    assert heard(error) is not None
