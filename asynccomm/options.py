@@ -46,14 +46,14 @@ def duration(name: str, value: float | timedelta) -> float:
     return float(value)
 
 
-def check_name(name: object) -> None:
-    """Raise ValueError unless ``name`` can name a comm. Keys of the store contain the name, as UTF-8."""
+def check_name(name: object, argument: str = "name") -> None:
+    """Raise ValueError unless ``name`` can name a comm or a newcomer. Keys of the store contain the name, as UTF-8."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"name must be a non-empty str, got {name!r}")
+        raise ValueError(f"{argument} must be a non-empty str, got {name!r}")
     try:
         name.encode()
     except UnicodeEncodeError as exc:
-        raise ValueError(f"name must be a str that UTF-8 can encode, got {name!r}") from exc
+        raise ValueError(f"{argument} must be a str that UTF-8 can encode, got {name!r}") from exc
 
 
 def check_expect(expect: object) -> None:

@@ -347,6 +347,8 @@ class Groups(CommBase):
         names = [member for member in members if isinstance(member, str)]
         if len(set(names)) < len(names) or not all(0 < len(name) <= MAX_NAME for name in names):
             raise ValueError(f"members must be different newcomers, got {list(members)!r}")
+        for name in names:
+            check_name(name, "a newcomer in members")
         found = iter(ranks)
         return self._regroup([m if isinstance(m, str) else next(found) for m in members], min_size, quorum, timeout)
 

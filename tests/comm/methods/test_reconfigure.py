@@ -53,6 +53,7 @@ BAD_MEMBERS = [
     ([1, "a", "a"], r"members must be different newcomers, got \[1, 'a', 'a'\]"),
     ([1, ""], r"members must be different newcomers, got \[1, ''\]"),
     ([1, "a" * 257], r"members must be different newcomers, got \[1, 'aaa"),
+    ([1, "a\ud800"], r"a newcomer in members must be a str that UTF-8 can encode, got 'a\\ud800'"),
 ]
 
 
