@@ -135,7 +135,9 @@ async def await_commit(
                 case Excluded(why):
                     asking = False
                     raise LeftOutError(name, f"{why}{note}")
-                case LeftOutError() | QuorumError() as error:
+                case LeftOutError(reason=why):
+                    raise LeftOutError(name, f"{why}{note}")
+                case QuorumError() as error:
                     raise error
                 case _:
                     pass

@@ -512,6 +512,16 @@ async def test_ranks_cut_off_from_each_other_do_not_all_go_on(alone_first: bool)
         await close(new)
 
 
+async def test_a_rank_that_comes_second_to_the_store_is_told_the_numbering() -> None:
+    async with loopback_world(3) as comms:
+        kids = await asyncio.gather(*(comm.split([1, 2], "kid") for comm in comms[1:]))
+        await cut_off(comms, 2)
+        (new,) = await shrunk(kids[:1])
+        with pytest.raises(LeftOutError, match=r"goes on as \[1\] \(where its ranks are called \[1, 2\]\)"):
+            await kids[1].shrink()
+        await close([new, *kids])
+
+
 async def cut_off(comms: Sequence[Comm], rank: int) -> None:
     """Cut the control connection of ``rank``, the last one, and wait until all ranks have noticed."""
     channel = comms[rank]._session.identity.job.channel
