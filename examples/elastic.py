@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
@@ -160,10 +161,17 @@ async def train(comm: Comm, training: Training) -> None:
     await comm.aclose()
 
 
+async def come_in() -> Comm:
+    """The comm that takes this process in, which waits again if the ranks go on without it after all."""
+    while True:
+        with contextlib.suppress(asynccomm.LeftOutError):
+            return await asynccomm.join_comm(name="elastic", timeout=60)
+
+
 async def be_rank(backend: str, kill_at: int) -> None:
     report(pid=os.getpid())
     if NEWCOMER:
-        comm = await asynccomm.join_comm(name="elastic", timeout=60)
+        comm = await come_in()
     else:
         comm = await asynccomm.new_comm(backend, name="elastic", timeout=60)
     await train(comm, Training(kill_at + JOIN_AFTER))

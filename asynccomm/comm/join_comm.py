@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Final
@@ -28,7 +29,7 @@ from asynccomm.errors import RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_name, seconds
 from asynccomm.rendezvous.job import JobOrigin
-from asynccomm.rendezvous.lobby import Invitation, Lobby
+from asynccomm.rendezvous.lobby import Invitation, Lobby, Newcomer
 from asynccomm.rendezvous.spec import RendezvousSpec, connect_store, resolve_spec
 from asynccomm.store.base import Store, within
 
@@ -105,64 +106,65 @@ async def join_existing(
     """
     limit = options.timeout
     until = time.monotonic() + limit
-    me, number, invitation = await _invited(place, name, limit)
-    joiner = Joiner(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
-    try:
-        backends = _backends(invitation, name, device, requested, allowed)
-    except BaseException:
-        joiner.withdraw()  # the ranks wait for the invited process
-        raise
-    theirs = replace(options, ordering=invitation.ordering)
-    ranks = {job: rank for rank, job in enumerate(invitation.ranks)}
+    async with _invited(place, name, limit) as (newcomer, invitation):
+        joiner = Joiner(newcomer.name, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
+        try:
+            backends = _backends(invitation, name, device, requested, allowed)
+        except BaseException:
+            joiner.withdraw()  # the ranks wait for the invited process
+            raise
+        theirs = replace(options, ordering=invitation.ordering)
+        ranks = {job: rank for rank, job in enumerate(invitation.ranks)}
 
-    async def form(decision: View) -> Session:
-        rank, size = decision.members.index(me), len(decision.members)
-        return await bootstrap(
-            replace(place, rank=rank, size=size, scope=run_prefix(place, decision)),
-            CommInfo(name, rank, size, device),
-            " or ".join(backends),
-            backends,
-            theirs,
-            origin=JobOrigin(place, -number),  # negative: not a rank of the first rendezvous
-            parent_ranks=[ranks[member] if isinstance(member, int) else -1 for member in decision.members],
-            limit=min(limit, CONNECT_SECONDS),
-        )
+        async def form(decision: View) -> Session:
+            await newcomer.leave()  # before the ranks of the next comm look for newcomers
+            rank, size = decision.members.index(newcomer.name), len(decision.members)
+            return await bootstrap(
+                replace(place, rank=rank, size=size, scope=run_prefix(place, decision)),
+                CommInfo(name, rank, size, device),
+                " or ".join(backends),
+                backends,
+                theirs,
+                origin=JobOrigin(place, -newcomer.number),  # negative: not a rank of the first rendezvous
+                parent_ranks=[ranks[member] if isinstance(member, int) else -1 for member in decision.members],
+                limit=min(limit, CONNECT_SECONDS),
+            )
 
-    try:
-        async with within(max(LAST_SECONDS, until - time.monotonic())):
-            return await await_commit(joiner, None, math.inf, form, name)
-    except TimeoutError:
-        raise RendezvousError(
-            f"comm {name!r} has invited this process, but did not connect within {limit:g} s"
-        ) from None
-    finally:
-        joiner.close()
+        try:
+            async with within(max(LAST_SECONDS, until - time.monotonic())):
+                return await await_commit(joiner, None, math.inf, form, name)
+        except TimeoutError:
+            raise RendezvousError(
+                f"comm {name!r} has invited this process, but did not connect within {limit:g} s"
+            ) from None
+        finally:
+            joiner.close()
 
 
-async def _invited(place: RendezvousSpec, name: str, limit: float) -> tuple[str, int, Invitation]:
-    """This process's name and number in the lobby of comm ``name``, and the invitation by its ranks.
+@asynccontextmanager
+async def _invited(place: RendezvousSpec, name: str, limit: float) -> AsyncIterator[tuple[Newcomer, Invitation]]:
+    """This process in the lobby of comm ``name``, which it leaves at the latest at the end, and the ranks' invitation.
 
     Raises: RendezvousError: there is none within ``limit`` seconds, or it cannot be followed from this host.
     """
     until = time.monotonic() + limit
-    meeting = await connect_store(place, limit)
-    try:
+    async with AsyncExitStack() as stack:
+        meeting = await connect_store(place, limit)
+        stack.push_async_callback(meeting.aclose)
         lobby = Lobby(meeting.store.prefix(place.scope), name)
         try:
             async with within(max(0.0, until - time.monotonic())):
-                me, number = await lobby.enter()
-                invitation = await lobby.invited(me, number)
+                newcomer = await stack.enter_async_context(lobby.enter())
+                invitation = await newcomer.invited()
         except TimeoutError:
             raise RendezvousError(f"no rank of comm {name!r} has added this process within {limit:g} s") from None
-    finally:
-        await meeting.aclose()
-    here, homes = socket.gethostname(), sorted({contact.host for contact in invitation.contacts})
-    if here not in homes and not any(contact.port for contact in invitation.contacts):
-        raise RendezvousError(
-            f"comm {name!r} has all its ranks on host {homes[0]!r}, and only processes there can join it; "
-            f"this is {here!r}"
-        )
-    return me, number, invitation
+        here, homes = socket.gethostname(), sorted({contact.host for contact in invitation.contacts})
+        if here not in homes and not any(contact.port for contact in invitation.contacts):
+            raise RendezvousError(
+                f"comm {name!r} has all its ranks on host {homes[0]!r}, and only processes there can join it; "
+                f"this is {here!r}"
+            )
+        yield newcomer, invitation
 
 
 def _backends(

@@ -2,6 +2,7 @@
 
 A newcomer enters with a generated name and answers liveness requests. The ranks that admit a newcomer leave an
 invitation under its name, with the addresses of their control channel; the rest of the join runs over that channel.
+The newcomer leaves the lobby when it connects, and not before, because the ranks may reject the call that invited it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Sequence
-from typing import Any, Final, cast, final
+from collections.abc import AsyncIterator, Sequence
+from typing import Final, cast, final
 
 from asynccomm.control.transport.connection import Tokens
 from asynccomm.control.transport.schema import Message, dumps, loads
@@ -50,8 +51,6 @@ class Lobby:
     def __init__(self, scope: Store, name: str) -> None:
         self._room = scope.prefix(name).prefix("lobby")
 
-    # -- for the comm -------------------------------------------------------------------------------------------------
-
     async def waiting(self) -> list[str]:
         """The names of waiting newcomers, in order of arrival. Raises: StoreError."""
         count = await self._room.add("count", 0)
@@ -64,8 +63,6 @@ class Lobby:
         if not await room.check([f"name/{number}"]):
             return ""  # the newcomer has left, or has not yet written its name
         name = (await room.get(f"name/{number}", ANSWER_SECONDS)).decode()
-        if await room.check([f"{name}/invitation"]):
-            return ""
         asked = await room.add(f"{name}/asked", 1)
         await room.set(f"{name}/ask/{asked}", b"")
         with contextlib.suppress(StoreTimeoutError):
@@ -81,37 +78,63 @@ class Lobby:
             await self._room.set(f"{name}/invitation", text)
         await self._room.check([])  # a round trip: the invitations are in the store
 
-    # -- for a newcomer -----------------------------------------------------------------------------------------------
-
-    async def enter(self) -> tuple[str, int]:
-        """Enter the lobby; returns the newcomer's generated name and its number."""
+    @contextlib.asynccontextmanager
+    async def enter(self) -> AsyncIterator[Newcomer]:
+        """Wait in the lobby under a generated name, until the context ends or the newcomer leaves."""
         name = f"{host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
         number = await self._room.add("count", 1)
         await self._room.set(f"name/{number}", name)
-        return name, number
-
-    async def invited(self, name: str, number: int) -> Invitation:
-        """Wait without limit for an invitation. Cancelling is safe: the newcomer leaves the lobby."""
-        answering = asyncio.ensure_future(self._answer(name))
-        waiting = asyncio.ensure_future(self._room.get(f"{name}/invitation", math.inf))
-        tasks: set[asyncio.Future[Any]] = {answering, waiting}
+        newcomer = Newcomer(self._room, name, number)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            yield newcomer
+        finally:
+            await newcomer.leave()
+
+
+@final
+class Newcomer:
+    """This process in a lobby, where it answers liveness requests.
+
+    Args:
+        room: of the lobby.
+        name: generated.
+        number: in order of arrival.
+    """
+
+    def __init__(self, room: Store, name: str, number: int) -> None:
+        self.name = name
+        self.number = number
+        self._room = room
+        self._answering: asyncio.Task[None] | None = asyncio.ensure_future(self._answer())
+
+    async def invited(self) -> Invitation:
+        """Wait without limit for an invitation. Cancelling is safe."""
+        assert self._answering is not None
+        waiting = asyncio.ensure_future(self._room.get(f"{self.name}/invitation", math.inf))
+        try:
+            await asyncio.wait([self._answering, waiting], return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
-                answering.result()  # raises the error that ended it
+                self._answering.result()  # raises the error that ended it
             return cast(Invitation, loads(Invitation, await waiting))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            with contextlib.suppress(AsyncCommError, TimeoutError):
-                async with asyncio.timeout(LEAVE_SECONDS):
-                    await self._room.delete(f"name/{number}")
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
 
-    async def _answer(self, name: str) -> None:
+    async def leave(self) -> None:
+        """Leave the lobby. Idempotent."""
+        answering, self._answering = self._answering, None
+        if answering is None:
+            return
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        with contextlib.suppress(AsyncCommError, TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._room.delete(f"name/{self.number}")
+
+    async def _answer(self) -> None:
         """Answer all liveness requests."""
         asked = 1
         while True:
-            await self._room.wait([f"{name}/ask/{asked}"], math.inf)
-            await self._room.set(f"{name}/here/{asked}", b"")
+            await self._room.wait([f"{self.name}/ask/{asked}"], math.inf)
+            await self._room.set(f"{self.name}/here/{asked}", b"")
             asked += 1

@@ -281,6 +281,7 @@ async def test_they_go_on_without_the_one_they_invited() -> None:
         errors = await together([call, comms[1].shrink()])
         assert [type(error) for error in errors] == [ValueError] * 2
         assert not coming.done()  # they may still take it in
+        assert await waiting(comms[1], 1) == [name]
         found = await together([comm.shrink() for comm in comms])
         with pytest.raises(LeftOutError, match=r"comm .main. goes on without this rank.*does not propose it"):
             await coming
@@ -295,6 +296,7 @@ async def test_a_mistake_of_theirs_is_not_its_end() -> None:
         for _ in range(2):
             errors = await together([comms[0].reconfigure([0, 1, name]), comms[1].reconfigure([name, 0, 1])])
             assert [type(error) for error in errors] == [ValueError] * 2
+            assert await waiting(comms[0], 1) == [name]
         found = await together([*(comm.reconfigure([0, 1, name]) for comm in comms), coming])
         await check(found)
         await close(found)

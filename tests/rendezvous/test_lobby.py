@@ -26,13 +26,13 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def newcomer(lobby: Lobby) -> AsyncIterator[tuple[str, asyncio.Task[Invitation]]]:
-    name, number = await lobby.enter()
-    task = asyncio.ensure_future(lobby.invited(name, number))
-    try:
-        yield name, task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+    async with lobby.enter() as here:
+        task = asyncio.ensure_future(here.invited())
+        try:
+            yield here.name, task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 def test_an_invitation_travels() -> None:
@@ -73,8 +73,9 @@ async def test_asking_leaves_nothing_in_the_store() -> None:
 
 async def test_one_that_does_not_answer_is_not_there() -> None:
     lobby = Lobby(MemoryStore(), "c")
-    await lobby.enter()  # and died
-    async with newcomer(lobby) as (a, _):
+    async with lobby.enter() as dead, newcomer(lobby) as (a, _):
+        assert dead._answering is not None
+        dead._answering.cancel()
         assert await lobby.waiting() == [a]
 
 
@@ -84,8 +85,17 @@ async def test_an_invitation_reaches_whom_it_is_for() -> None:
         await lobby.invite([b], INVITATION)
         await lobby.invite([b], INVITATION)
         assert (await second).key == "key"
-        assert await lobby.waiting() == [a]
+        assert await lobby.waiting() == [a, b]  # the call that invited it may be rejected
         assert not first.done()
+
+
+async def test_a_newcomer_that_has_left_is_not_seen() -> None:
+    lobby = Lobby(MemoryStore(), "c")
+    async with lobby.enter() as here:
+        assert await lobby.waiting() == [here.name]
+        for _ in range(2):
+            await here.leave()
+            assert await lobby.waiting() == []
 
 
 async def test_a_store_that_fails_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
