@@ -33,7 +33,7 @@ from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.hosts import host_name
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
-from asynccomm.errors import AbortedError, BrokenError, CollectiveMismatchError, PeerLostError
+from asynccomm.errors import AbortedError, AsyncCommError, BrokenError, CollectiveMismatchError, PeerLostError
 from asynccomm.observe.clocks import ClockOffset, estimate
 from asynccomm.observe.watchers import Called
 from asynccomm.ops import Op, PeerOp, WindowOp
@@ -400,11 +400,7 @@ class Reporter:
             "size": self._group.size,
             "host": host_name(),
             "pid": os.getpid(),
-            "state": "open"
-            if error is None
-            else f"broken: {error}"[:TEXT]
-            if isinstance(error, BrokenError)
-            else "closed",
+            "state": _state(error),
             "collectives": collectives,
             "finished": collectives - sum(not work.op.p2p and work.seq != UNNUMBERED for work in pending),
             "messages": messages,
@@ -444,6 +440,13 @@ def _known_calls(submitter: Submitter) -> list[tuple[Op, CallSite | None, int]]:
     """Operations, call sites and numbers of the last calls, and of those in flight."""
     calls = [call[:3] for call in submitter.recent.copy()]  # a copy: other threads append calls
     return calls + [(work.op, work.site, work.seq) for work in submitter.in_flight.pending()]
+
+
+def _state(error: AsyncCommError | None) -> str:
+    """The state of a comm for a ``RankState``."""
+    if isinstance(error, BrokenError):
+        return f"broken: {error}"[:TEXT]
+    return "open" if error is None else "closed"
 
 
 def _called(call: Called, now: float) -> dict[str, Any]:
