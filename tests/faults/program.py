@@ -601,7 +601,7 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
 
 def be_slow() -> None:
     """From now on, what goes over the control connection to the rank above arrives late, either way."""
-    connect = connection._local
+    connect = connection.local_connection
 
     async def connect_slowly(address: str) -> socket.socket:
         far = await connect(address)
@@ -611,7 +611,7 @@ def be_slow() -> None:
         near.setblocking(False)
         return near
 
-    connection._local = connect_slowly
+    connection.local_connection = connect_slowly
 
 
 def _slow_line(near: socket.socket, far: socket.socket) -> None:
