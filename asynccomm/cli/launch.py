@@ -9,6 +9,8 @@ The run ends when all ranks have ended. It ends early on
     a lost store           as a rank that fails
     another node           that fails, is lost, or gets a signal: see ``nodes``
 
+Before SIGKILL a rank gets one signal at most: a second SIGTERM would end ``asynccomm.run`` at once.
+
 An elastic run goes on after a rank has failed, as long as ``min_ranks`` are left. A newcomer takes the place of the
 lost rank, as often as ``restarts`` allows; its environment says so.
 
@@ -108,8 +110,9 @@ class Launch:
         self._plan = Plan(options.run_id, [options.size])
         self._node = 0 if options.nodes is None else options.nodes.number
         self._signal: signal.Signals | None = None
-        self._ended_by_us = False  # exit codes from here on are the launcher's doing
+        self._over = False  # all ranks have ended
         self._ending = asyncio.Event()
+        self._sent = asyncio.Event()  # set: the ranks have a signal; exit codes from here on are the launcher's doing
         self._hurry = asyncio.Event()  # set: no more grace
 
     async def run(self, listening: socket.socket | None) -> int:
@@ -124,7 +127,7 @@ class Launch:
                 if self._nodes is not None:
                     self._nodes.close()
             code = self._report()
-            self._ending.set()  # a signal from here on ends the wait for the terminal
+            self._over = True  # a signal from here on ends the wait for the terminal
             timeout = None if self._signal is None else DRAIN_SECONDS
             await _either(asyncio.create_task(self._terminal.drain()), self._hurry, timeout)
             return code
@@ -221,13 +224,13 @@ class Launch:
         self._elsewhere = end
         self._terminal.say(f"node {end.node}: {end.reason}; the run ends")
         if end.signal:
-            self._send(signal.Signals(end.signal))
+            self._pass_on(signal.Signals(end.signal))
         self._ending.set()
 
     async def _watch(self, rank: LaunchedRank) -> None:
         code = await rank.child.exited
         self._exits.add(rank.child.pid, code)
-        failed = code != 0 and not self._ended_by_us
+        failed = code != 0 and not self._sent.is_set()
         replaced = False
         if failed:
             rank.failure = code
@@ -256,7 +259,7 @@ class Launch:
             self._first = lost
             self._ending.set()
             return False
-        joinable = any(rank.child.alive for rank in self._ranks)  # else there is no comm for a newcomer
+        joinable = self._alive()  # else there is no comm for a newcomer
         replaced = joinable and self._restarts < options.restarts
         self._restarts += replaced
         newcomer = f"; a newcomer takes its place (restart {self._restarts} of {options.restarts})" if replaced else ""
@@ -309,11 +312,10 @@ class Launch:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._ending.is_set():
+        if self._signal is not None or self._over:
             self._hurry.set()
         self._signal = self._signal or number
-        self._terminal.tracebacks.interrupted = True
-        self._send(number)
+        self._pass_on(number)
         self._tell_nodes(f"the launcher got {number.name}", 128 + number, number)
         self._ending.set()
 
@@ -321,28 +323,35 @@ class Launch:
 
     async def _end(self, ranks: asyncio.Future[list[None]]) -> None:
         grace = self._options.grace
-        by_themselves = min(FAILURE_SECONDS, grace)
-        alive = sum(rank.child.alive for rank in self._ranks)
-        if self._signal is not None:
-            self._terminal.say(f"{self._signal.name}; the ranks have {grace:g} s to end")
-        elif self._first is not None and alive:
-            end = describe_exit(self._first.failure)
-            self._terminal.say(f"rank {self._first.number} {end}; the others have {by_themselves:g} s to end")
-        if self._signal is None:
-            await _either(ranks, self._hurry, by_themselves)
-            if not ranks.done():
+        if not self._sent.is_set():
+            by_themselves = min(FAILURE_SECONDS, grace)
+            if self._first is not None and self._alive():
+                end = describe_exit(self._first.failure)
+                self._terminal.say(f"rank {self._first.number} {end}; the others have {by_themselves:g} s to end")
+            await _either(ranks, self._sent, by_themselves)
+            if not ranks.done() and not self._sent.is_set():
                 self._terminal.say(f"SIGTERM; the others have {grace:g} s more")
                 self._send(signal.SIGTERM)
         await _either(ranks, self._hurry, grace)
-        self._ended_by_us = True
         for rank in self._ranks:
             rank.child.send(signal.SIGKILL, group=False)  # clear_group kills its group after GROUP_SECONDS
 
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Pass on a signal that this launcher or another one got, unless the ranks have one."""
+        self._terminal.tracebacks.interrupted = True
+        if not self._sent.is_set():
+            if self._alive():
+                self._terminal.say(f"{number.name}; the ranks have {self._options.grace:g} s to end")
+            self._send(number)
+
     def _send(self, number: signal.Signals) -> None:
-        """Pass ``number`` on as the terminal or kill would: SIGTERM goes to the rank alone, not to its helpers."""
-        self._ended_by_us = True
+        """Signal the ranks as the terminal or kill would: SIGTERM goes to the rank alone, not to its helpers."""
+        self._sent.set()
         for rank in self._ranks:
             rank.child.send(number, group=number is not signal.SIGTERM)
+
+    def _alive(self) -> bool:
+        return any(rank.child.alive for rank in self._ranks)
 
     def _kill(self) -> None:
         """Leave no process running. Ranks have ended before, unless starting them failed."""

@@ -420,6 +420,58 @@ def test_second_interrupt_kills_at_once(launcher, is_running) -> None:
     assert not any(map(is_running, started.words_after("pid")))
 
 
+SAVES_ON_A_FILE = """
+    import os, signal, time
+    signals = []
+    def note(number, frame):
+        signals.append(number)
+        print("got", signal.Signals(number).name, flush=True)
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    print("up", flush=True)
+    while not (signals and os.path.exists("save")):
+        if os.environ["RANK"] == os.environ.get("FAILS") and os.path.exists("fail"):
+            raise SystemExit(7)
+        time.sleep(0.05)
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", ["1 s to end", "10 s more"])
+def test_the_first_signal_after_a_failure_leaves_the_grace_time(launcher, until, after: str) -> None:
+    script = launcher.script(SAVES_ON_A_FILE)
+    started = launcher.start("run", "-n", "2", script, environment={"FAILS": "1"})
+    started.sees("up", times=2)
+    (launcher.directory / "fail").touch()
+    until(lambda: after.encode() in started.err, after)
+    started.process.send_signal(signal.SIGTERM)
+    started.sees("[0] got SIGTERM")
+    (launcher.directory / "save").touch()
+    assert started.finish() == 128 + signal.SIGTERM
+    assert started.out.count(b"got SIGTERM") == 1
+    assert b"[0] saved\n" in started.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_grace_time_on_all_nodes(
+    launcher, until, unused_tcp_port: int, number: signal.Signals
+) -> None:
+    script = launcher.script(SAVES_ON_A_FILE)
+    place = ["--nodes", "2", "--store", f"127.0.0.1:{unused_tcp_port}", "-n", "1", script]
+    nodes = [launcher.start("run", "--node-rank", str(node), *place) for node in (0, 1)]
+    for node in nodes:
+        node.sees("up")
+    nodes[0].process.send_signal(number)
+    for node in nodes:
+        until(lambda node=node: f"{number.name}; the ranks have 10 s to end".encode() in node.err, "the grace time")
+        node.sees(f"got {number.name}")
+    nodes[1].process.send_signal(number)  # as from a scheduler, which sends it to all nodes
+    (launcher.directory / "save").touch()
+    for node in nodes:
+        assert node.finish() == 128 + number
+        assert node.out.count(b"got") == node.out.count(b"saved") == 1
+
+
 def test_control_c_in_a_terminal_reaches_each_rank_once(launcher, is_running) -> None:
     script = launcher.script(STUBBORN)
     take_terminal = (
