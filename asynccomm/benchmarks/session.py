@@ -48,9 +48,11 @@ def _report(comm: Comm, op: str, floats: int, us: dict[str, float]) -> list[Meas
 
 
 def _device(options: SessionOptions) -> torch.device:
-    """The GPU of this rank if each rank has one and the backend takes it, else the CPU."""
-    ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    if options.backend == "nccl" or (options.backend == "auto" and torch.cuda.device_count() >= ranks):
+    """The GPU of this rank if each rank has one and the backend takes it, else the CPU. Exits without one for nccl."""
+    ranks, local, gpus = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if options.backend == "nccl" and gpus < ranks:
+        sys.exit(f"backend 'nccl' needs a GPU for each of {ranks} ranks, and torch finds {gpus}")
+    if options.backend in ("nccl", "auto") and gpus >= ranks:
         return torch.device("cuda", local)
     return torch.device("cpu")
 

@@ -113,6 +113,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     for name, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path is not None and not path.parent.is_dir():
             parser.error(f"argument {name}: the folder {str(path.parent)!r} does not exist")
+        if path is not None and path.is_dir():
+            parser.error(f"argument {name}: must be a file, and {str(path)!r} is a folder")
     if arguments.plot is not None and find_spec("matplotlib") is None:
         parser.error(f"argument --plot: {str(arguments.plot)!r} needs matplotlib: pip install 'asynccomm[plot]'")
 

@@ -49,6 +49,8 @@ def test_a_row_for_each_operation_size_and_contender(launcher, tmp_path: Path) -
         ("--peers gloo", "argument --peers: 'gloo' is not one of torch, mpi, none"),
         ("--json none/x.json", "argument --json: the folder 'none' does not exist"),
         ("--plot none/x.png", "argument --plot: the folder 'none' does not exist"),
+        ("--json .", "argument --json: must be a file, and '.' is a folder"),
+        ("--plot .", "argument --plot: must be a file, and '.' is a folder"),
     ],
 )
 def test_wrong_arguments(
