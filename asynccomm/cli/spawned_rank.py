@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
@@ -44,7 +45,10 @@ def main(directory: Path) -> int:
 
 async def _call(fn: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     async with new_comm() as comm:
-        return await fn(comm, *args, **kwargs)
+        made = fn(comm, *args, **kwargs)
+        if not inspect.isawaitable(made):
+            raise TypeError(f"fn must be a coroutine function, got {fn!r}, which returned {made!r}")
+        return await made
 
 
 if __name__ == "__main__":

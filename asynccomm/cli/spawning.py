@@ -6,6 +6,7 @@ the results travel by cloudpickle in a private folder, which the launcher remove
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -73,7 +74,7 @@ def spawn(
 
     Raises:
         ValueError: ``size`` is not a positive integer.
-        TypeError: ``fn`` is not callable.
+        TypeError: ``fn`` is not callable, or is an async generator function; from a rank, ``fn`` returned no awaitable.
         Exception: the error of a rank, with its traceback as a note; of several, one that no other rank has caused.
         RuntimeError: a rank gave no result, because it was killed, for example, or no result that can be pickled.
         KeyboardInterrupt: after the ranks have ended; Ctrl-C cancels ``fn`` there.
@@ -81,7 +82,7 @@ def spawn(
     ranks = as_index(size)
     if ranks is None or ranks < 1:
         raise ValueError(f"size must be a positive integer, got {size!r}")
-    if not callable(fn):
+    if not callable(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(f"fn must be a coroutine function, got {fn!r}")
     with tempfile.TemporaryDirectory(prefix="asynccomm-") as folder:
         directory = Path(folder)

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,19 @@ async def work(comm: Comm, case: str) -> Any:
             return comm.size
 
 
+def outcome_of(fn: Any, *args: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RankResult:
+    """The outcome of ``fn`` on one rank."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(spawned_rank, "new_comm", lambda: new_comm(alone=True))
+    (folder / PATH).write_bytes(cloudpickle.dumps(list(sys.path)))
+    (folder / CALL).write_bytes(cloudpickle.dumps((fn, args, {})))
+    code = spawned_rank.main(folder)
+    outcome = cloudpickle.loads(result_file(folder, 0).read_bytes())
+    assert isinstance(outcome, RankResult)
+    assert code == (outcome.error is not None)
+    return outcome
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -46,13 +60,7 @@ async def work(comm: Comm, case: str) -> Any:
 def test_the_outcome_appears_in_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str, words: str
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(spawned_rank, "new_comm", lambda: new_comm(alone=True))
-    (tmp_path / PATH).write_bytes(cloudpickle.dumps(list(sys.path)))
-    (tmp_path / CALL).write_bytes(cloudpickle.dumps((work, (case,), {})))
-    assert spawned_rank.main(tmp_path) == (case != "size")
-    value, error, trace = outcome = cloudpickle.loads(result_file(tmp_path, 0).read_bytes())
-    assert isinstance(outcome, RankResult)
+    value, error, trace = outcome_of(work, case, folder=tmp_path, monkeypatch=monkeypatch)
     if case == "size":
         assert (value, error) == (1, None)
         assert not capsys.readouterr().err
@@ -61,3 +69,28 @@ def test_the_outcome_appears_in_the_folder(
         assert words in str(error)
         assert type(error) is (LookupError if case == "error" else RuntimeError)
         assert words.split(" (")[0] in trace or case == "lock"
+
+
+class AsyncCallable:
+    """A callable, but no function."""
+
+    async def __call__(self, comm: Comm) -> int:
+        return comm.size
+
+
+def synchronous(comm: Comm) -> int:
+    return comm.size
+
+
+@pytest.mark.parametrize("fn", [lambda comm: work(comm, "size"), AsyncCallable(), partial(work, case="size")])
+def test_the_function_may_be_anything_that_returns_an_awaitable(
+    fn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert outcome_of(fn, folder=tmp_path, monkeypatch=monkeypatch) == RankResult(1)
+
+
+def test_a_function_that_returns_no_awaitable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = outcome_of(synchronous, folder=tmp_path, monkeypatch=monkeypatch).error
+    assert isinstance(error, TypeError)
+    assert str(error).startswith("fn must be a coroutine function, got <function synchronous at ")
+    assert str(error).endswith(">, which returned 1")

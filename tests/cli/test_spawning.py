@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,12 @@ def test_arguments_are_checked() -> None:
             asynccomm.spawn(work, size, "mean")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fn must be a coroutine function, got 3"):
         asynccomm.spawn(3, 1)  # type: ignore[call-overload, arg-type]
+
+    async def generator(comm: Comm) -> AsyncIterator[int]:
+        yield comm.rank
+
+    with pytest.raises(TypeError, match=r"fn must be a coroutine function, got <function .*\.generator at"):
+        asynccomm.spawn(generator, 1)  # type: ignore[arg-type]
 
 
 def test_ctrl_c_ends_the_ranks_first(tmp_path: Path) -> None:
