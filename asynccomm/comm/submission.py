@@ -129,7 +129,7 @@ class Submitter:
         if is_profiling():
             call = made.calls[0] if isinstance(made, Several) else made
             values = (call.inputs, call.outputs) if call.outputs is not call.inputs else call.inputs
-            submit = recorded(f"asynccomm::{call.op.kind}", values, self._submit_made)
+            submit = recorded(f"asynccomm::{call.op.name}", values, self._submit_made)
             return submit(made, timeout, hints, tag, site)
         return self._submit_made(made, timeout, hints, tag, site)
 

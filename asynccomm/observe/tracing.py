@@ -138,7 +138,7 @@ def _plain(
 ) -> dict[str, Any]:
     return {
         "op": str(op),
-        "kind": op.kind,
+        "kind": op.name,
         "p2p": op.p2p,
         "seq": seq,
         "bytes": op.nbytes,

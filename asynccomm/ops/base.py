@@ -41,6 +41,11 @@ class Op:
     label: str = field(default="", kw_only=True)
 
     @property
+    def name(self) -> str:
+        """The kind, or the method where several methods have operations of one kind: for texts and profiles."""
+        return self.kind
+
+    @property
     def nbytes(self) -> int:
         """Size of one rank's share, the same on all ranks; the largest share if they differ."""
         return 0
@@ -74,7 +79,7 @@ class Op:
         return self == other
 
     def __str__(self) -> str:
-        return self.shown(self.kind)
+        return self.shown(self.name)
 
     def shown(self, name: str, *arguments: object) -> str:
         """The text of a collective, written as a call, with the tag if it has one."""

@@ -60,6 +60,10 @@ class Parcels(Op):
     giver: int | None = None
     taker: int | None = None
 
+    @property
+    def name(self) -> str:
+        return self.method
+
     def gives(self, rank: int) -> bool:
         """Whether ``rank`` sends."""
         return self.giver is None or self.giver == rank
@@ -70,7 +74,7 @@ class Parcels(Op):
 
     def __str__(self) -> str:
         root = self.giver if self.giver is not None else self.taker
-        return self.shown(self.method, *(() if root is None else (f"root={root}",)))
+        return self.shown(self.name, *(() if root is None else (f"root={root}",)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,12 @@ class PeerParcel(PeerOp):
     channel: MessageSpace = MessageSpace.OBJECTS
 
     @property
+    def name(self) -> str:
+        return self.method
+
+    @property
     def key(self) -> int:
         return self.channel.key(self.tag)
-
-    def __str__(self) -> str:
-        return self.shown(self.method)
 
 
 @final

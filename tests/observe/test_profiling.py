@@ -31,6 +31,8 @@ async def test_the_calls_of_a_comm_are_events_also_those_of_the_fast_path(comm: 
         await comm.all_gather_single(torch.empty(4), torch.ones(2))
         async with comm.coalesce():
             comm.barrier()
+        await comm.all_gather_object(3)
+        await (comm.send_object(3, 1) if comm.rank == 0 else comm.recv_object(0))
         with record_comm("asynccomm::mine"):
             work = comm.all_reduce(tensor)
         await work
@@ -39,6 +41,8 @@ async def test_the_calls_of_a_comm_are_events_also_those_of_the_fast_path(comm: 
         ("asynccomm::all_reduce", [[3]]),
         ("asynccomm::all_gather_single", [[2], [4]]),
         ("asynccomm::barrier", []),
+        ("asynccomm::all_gather_object", []),
+        ("asynccomm::send_object" if comm.rank == 0 else "asynccomm::recv_object", []),
         ("asynccomm::mine", [[3]]),
     ]
     with pytest.raises(TypeError, match="name must be a str, got 1"), record_comm(1):  # type: ignore[arg-type]

@@ -18,8 +18,9 @@ async def test_calls_with_their_ends_and_errors() -> None:
         recorder = TraceRecorder(a._group, "k", 7)
         a._submitter.watch(recorder)
         await asyncio.gather(a.all_reduce(torch.ones(2)), b.all_reduce(torch.ones(2)))
+        await asyncio.gather(a.all_gather_object(1), b.all_gather_object(2))
         work = a.barrier()
-        assert recorder.part()["ops"][1]["finished"] is None
+        assert recorder.part()["ops"][2]["finished"] is None
         b.abort("enough")
         with pytest.raises(AbortedError):
             await work
@@ -29,7 +30,8 @@ async def test_calls_with_their_ends_and_errors() -> None:
         assert [(op["kind"], op["seq"], op["error"]) for op in part["ops"]] == [
             ("barrier", 5, ""),
             ("all_reduce", 0, ""),
-            ("barrier", 1, "AbortedError"),
+            ("all_gather_object", 1, ""),
+            ("barrier", 2, "AbortedError"),
         ]
         assert part["ops"][1]["started"] <= part["ops"][1]["finished"]
         assert __file__ in part["ops"][1]["site"]

@@ -115,8 +115,8 @@ def test_every_op_is_among_them() -> None:
 @values
 def test_text(op: Op, text: str) -> None:
     assert str(op) == text
-    if not isinstance(op, (Parcels, SendParcel, RecvParcel)):  # these go by the name of the method
-        assert text.startswith(op.kind + "(")
+    assert text.startswith(op.name + "(")
+    assert op.name == getattr(op, "method", op.kind)
 
 
 @values

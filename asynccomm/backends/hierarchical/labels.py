@@ -27,7 +27,7 @@ def label_of(submission: Submission) -> str:
     op = submission.op
     words = (*signature(op), digest(submission))
     hashed = hashlib.blake2b(repr(words).encode(), digest_size=HASH_DIGITS // 2).hexdigest()
-    label = f"{getattr(op, 'method', op.kind)} #{hashed}"
+    label = f"{op.name} #{hashed}"
     remember(label, op)
     return label
 
