@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 import io
 import pickle
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar, final, overload
+from typing import Any, NamedTuple, TypeVar, cast, final, overload
 
 import pytest
 
@@ -35,12 +37,17 @@ class SendingError(ValueError):
 
 
 class FunctionKey(NamedTuple):
-    """The place of a function, by which another process that imports the same file finds it."""
+    """The place of a function, by which another process that imports the same files finds it.
+
+    A factory makes several functions in one place, also for several modules, of which a process may import only some.
+    """
 
     file: str
     line: int
     qualname: str
-    module: str
+    module: str  #: the module in the import of which the function was made
+    module_file: str
+    number: int  #: of the functions that this module has made in the place
 
 
 class RankRequest(NamedTuple):
@@ -163,8 +170,7 @@ def rank_fixture_of(function: Any, params: Any, autouse: bool, ids: Any, name: s
     """See ``rank_fixture``."""
     if not inspect.isfunction(function):
         raise TypeError(f"rank_fixture decorates functions, got {function!r}")
-    code = function.__code__
-    key = FunctionKey(code.co_filename, code.co_firstlineno, function.__qualname__, function.__module__)
+    key = _new_key(function)
     _functions[key] = function
     called = name or function.__name__
 
@@ -178,6 +184,27 @@ def rank_fixture_of(function: Any, params: Any, autouse: bool, ids: Any, name: s
     stand_in.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     stand_in.runs_in_ranks = True  # type: ignore[attr-defined]
     return pytest.fixture(params=params, autouse=autouse, ids=ids, name=name)(stand_in)
+
+
+def _new_key(function: Any) -> FunctionKey:
+    namespace = _namespace(function)
+    code = function.__code__
+    place = code.co_filename, code.co_firstlineno, function.__qualname__
+    # kept in the module: an import that is tried again counts from the start
+    numbers = namespace.setdefault("__asynccomm_rank_fixtures__", Counter())
+    numbers[place] += 1
+    module, file = namespace.get("__name__", function.__module__), namespace.get("__file__", "")
+    return FunctionKey(*place, module, file, numbers[place])
+
+
+def _namespace(function: Any) -> dict[str, Any]:
+    """The namespace of the module that is being imported, which may not be the one with the function's code."""
+    frame = sys._getframe()
+    while frame.f_code.co_name != "<module>":
+        if frame.f_back is None:
+            return cast("dict[str, Any]", function.__globals__)
+        frame = frame.f_back
+    return frame.f_globals
 
 
 def pack(values: Mapping[str, Any]) -> bytes:

@@ -84,7 +84,43 @@ GOOD = """
     @pytest.mark.usefixtures("doubled")
     async def test_comm_of_a_fixture_only():
         pass
+
+    def make(number):
+        @rank_fixture
+        def fixture():
+            return number
+        return fixture
+
+    one, two = make(1), make(2)
+
+    @pytest.mark.ranks(2)
+    async def test_factory(one, two):
+        assert (one, two) == (1, 2)
 """
+
+# the ranks import the second module only
+FACTORY = {
+    "factory.py": """
+        from asynccomm.testing import rank_fixture
+
+        def make(number):
+            @rank_fixture
+            def fixture():
+                return number
+            return fixture
+    """,
+    "test_factory_1.py": "from factory import make\n\nvalue = make(1)\n",
+    "test_factory_2.py": """
+        import pytest
+        from factory import make
+
+        value = make(2)
+
+        @pytest.mark.ranks(1)
+        async def test_shared_factory(value):
+            assert value == 2
+    """,
+}
 
 BAD = """
     import contextlib, threading
@@ -177,7 +213,7 @@ BAD = """
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    files = {"conftest.py": CONFTEST, "test_good.py": HEAD + GOOD, "test_bad.py": HEAD + BAD}
+    files = {"conftest.py": CONFTEST, "test_good.py": HEAD + GOOD, "test_bad.py": HEAD + BAD, **FACTORY}
     files["pytest.ini"] = "[pytest]\nasyncio_default_fixture_loop_scope = function\naddopts = -n 0 --cov-report=\n"
     return Project(tmp_path_factory.mktemp("fixtures"), files)
 
@@ -196,9 +232,14 @@ def test_values_and_ends(run: Run, project: Project) -> None:
         "test_good.py::test_in_this_process",
         "test_good.py::TestMethods::test_override[1ranks]",
         "test_good.py::test_comm_of_a_fixture_only[2ranks]",
+        "test_good.py::test_factory[2ranks]",
     ]
     assert set(outcomes.values()) == {"passed"}, run.output
     assert {path.name for path in project.directory.glob("down *")} == {f"down {rank}" for rank in range(4)}
+
+
+def test_a_factory_shared_by_modules(run: Run) -> None:
+    assert run.only("test_shared_factory[1ranks]")["outcome"] == "passed", run.output
 
 
 MAKE_IT = "decorate the fixture with asynccomm.testing.rank_fixture, and it runs in the ranks"
@@ -255,6 +296,6 @@ def test_packing_keeps_names_and_shared_objects() -> None:
 
 def test_functions_are_found_or_named() -> None:
     with pytest.raises(LookupError, match=r"have not imported rank fixture 'f' of /x.py; .*: No module named"):
-        registered(FunctionKey("/x.py", 1, "f", "no_such_module_here"))
+        registered(FunctionKey("/x.py", 1, "f", "no_such_module_here", "/x.py", 1))
     with pytest.raises(LookupError, match=r"have not imported rank fixture 'f' of /x.py; define it in a conftest"):
-        registered(FunctionKey("/x.py", 1, "f", "json"))
+        registered(FunctionKey("/x.py", 1, "f", "json", "/x.py", 1))
