@@ -73,16 +73,24 @@ class RankProcess:
             theirs.close()
         output.started()
         self.channel: Connection[Any, Any] = Connection(ours.detach())
+        # a process that this one has forked keeps the channel open after its death
+        self._death = _open_pidfd(self.process.pid)
+        self.sources: list[Any] = [each for each in (self.channel, self._death) if each is not None]  #: for ``wait``
         self.channel.send(setup)
         self.ready = False  #: whether it has finished its imports
         self.usable: bool = True  #: whether it can run one more test
 
+    def poll(self, seconds: float) -> bool:
+        """Whether ``receive`` returns at once, within ``seconds``."""
+        return bool(wait(self.sources, seconds))
+
     def receive(self) -> Any:
         """The next message, or Died."""
-        try:
-            return self.channel.recv()
-        except (EOFError, OSError):
-            return Died(self._how_it_died())
+        wait(self.sources)
+        with contextlib.suppress(EOFError, OSError):
+            if self.channel.poll():  # also the last messages of a dead process
+                return self.channel.recv()
+        return Died(self._how_it_died())
 
     def _how_it_died(self) -> str:
         try:
@@ -103,7 +111,7 @@ class RankProcess:
         """The reply until ``deadline``: stacks, or a report if the test has ended after all."""
         message: Any = DebuggerPrompt()
         while isinstance(message, DEBUGGER):  # a request for the terminal, which comes too late
-            if not self.channel.poll(max(0.0, deadline - time.monotonic())):
+            if not self.poll(max(0.0, deadline - time.monotonic())):
                 return TimedOut(SILENT)
             message = self.receive()
         if isinstance(message, StackDump):
@@ -117,6 +125,8 @@ class RankProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.channel.close()
+        if self._death is not None:
+            os.close(self._death)
         self.output.close()
 
 
@@ -217,7 +227,7 @@ class RankPool:
 
     def _reply(self, rank: RankProcess) -> Any:
         while True:
-            if not rank.channel.poll(START_SECONDS):
+            if not rank.poll(START_SECONDS):
                 return Died(f"did not answer within {START_SECONDS:g} s")
             message = rank.receive()
             if not isinstance(message, DebuggerStart):
@@ -261,7 +271,7 @@ class RankPool:
         ranks = self._ranks[:count]
         for rank in ranks:
             if not rank.ready:
-                message = rank.receive() if rank.channel.poll(START_SECONDS) else Died("did not start")
+                message = rank.receive() if rank.poll(START_SECONDS) else Died("did not start")
                 if message != "ready":
                     text = rank.output.take()
                     self._ranks.remove(rank)
@@ -271,24 +281,23 @@ class RankPool:
         return ranks
 
     def _collect(self, ranks: Sequence[RankProcess], reports: dict[int, Report], timeout: float) -> None:
-        busy = {rank.channel: number for number, rank in enumerate(ranks)}
+        busy = dict(enumerate(ranks))
         deadline = time.monotonic() + timeout
         while busy:
             left = max(0.0, deadline - time.monotonic())
-            ready = wait(list(busy), None if left == math.inf else left)
+            sources = {source: number for number, rank in busy.items() for source in rank.sources}
+            ready = wait(list(sources), None if left == math.inf else left)
             if not ready:
-                reports.update(_ask({number: ranks[number] for number in busy.values()}))
+                reports.update(_ask(busy))
                 return
-            for channel in ready:
-                assert isinstance(channel, Connection)
-                number = busy[channel]
-                message = ranks[number].receive()
+            for number in sorted({sources[source] for source in ready}):
+                message = busy[number].receive()
                 if isinstance(message, DebuggerStart):
                     began = time.monotonic()
-                    self._debug(ranks[number], message)
+                    self._debug(busy[number], message)
                     deadline += time.monotonic() - began
                     continue
-                del busy[channel]
+                del busy[number]
                 reports[number] = message
                 if isinstance(reports[number], (Failed, Died)):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -312,6 +321,14 @@ def _abort(ranks: Sequence[RankProcess]) -> None:
     for rank in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the process is stopped, or waits for a device
             rank.process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """A descriptor that can be read once the process has ended; None where the system or Python has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _signal_name(number: int) -> str:

@@ -5,6 +5,7 @@ The real ones are behind every test of the plugin.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -62,6 +63,10 @@ while True:
             case ["exit"]:
                 print("no import")
                 os._exit(3)
+            case ["orphan"]:
+                if os.fork() == 0:
+                    time.sleep(1000)
+                os._exit(3)
             case ["once", file] if first(file):
                 os._exit(3)
             case _:
@@ -76,6 +81,12 @@ while True:
         case ["fail"]:
             channel.send(Failed("summary", "traceback", None, None))
         case ["exit"]:
+            os._exit(3)
+        case ["orphan"]:
+            child = os.fork()  # it keeps the channel open
+            if child == 0:
+                time.sleep(1000)
+            print("child", child)
             os._exit(3)
         case ["signal", number]:
             os.kill(os.getpid(), int(number))
@@ -178,6 +189,23 @@ def test_death_is_reported_and_replaced(pool: RankPool, part: str, how: str) -> 
     (kept,) = pool.pids
     assert pool.run(jobs("pass", "pass"), 60)[0] == [Passed(0.5), Passed(0.5)]
     assert pool.pids[0] == kept
+
+
+def test_death_before_a_child(pool: RankPool) -> None:
+    reports, (output, _) = pool.run(jobs("orphan", "pass"), 60)
+    assert reports == [Died("exited with code 3"), Passed(0.5)]
+    child = int(output.split()[-1])
+    wait_until(lambda: not running(child), "the child's end")
+    with pytest.raises(RuntimeError, match=r"exited with code 3 while importing orphan"):
+        prepare(pool, "orphan")
+
+
+def test_death_without_pidfd(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert pool.run(jobs("exit", "pass"), 60)[0] == [Died("exited with code 3"), Passed(0.5)]
 
 
 def test_death_between_tests(pool: RankPool) -> None:
