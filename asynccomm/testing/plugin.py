@@ -83,7 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         args += ["-c", str(config.inipath)]
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     config.stash[_setup_key] = Setup(
-        list(sys.path), str(config.invocation_params.dir), args, environ, coverage_settings()
+        list(sys.path), str(config.invocation_params.dir), args, environ, coverage_settings(), _seed(config)
     )
     if config.getoption("usepdb"):
         leave_to_ranks(config)
@@ -170,7 +170,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Start the rank processes, and have them import the test's file, which is no part of the test's own time."""
     if isinstance(item, pytest.Function) and item.get_closest_marker("ranks") is not None:
         check_function(item)
-        preparation = Preparation(str(item.path), surroundings(), filters_of(item))
+        preparation = Preparation(str(item.path), surroundings(), filters_of(item), _seed(item.config))
         _pool(item.config).prepare(preparation, _world(item).size)
 
 

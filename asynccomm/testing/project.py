@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 from _pytest.config import Config
 from _pytest.pathlib import CouldNotResolvePathError, ImportMode, import_path, resolve_pkg_root_and_module_name
 
-from asynccomm.testing.isolation import ImportedFiles
+from asynccomm.testing.isolation import ImportedFiles, seed_all
 
 __all__ = ["FoundTest", "ProjectModules"]
 
@@ -55,15 +55,23 @@ class ProjectModules:
             sys_path = [str(root), *sys_path]
         return self._files.stale(sys_path)
 
-    def load(self, path: Path) -> ModuleType:
-        """Import a file of tests, after its conftest.py files."""
+    def load(self, path: Path, seed: int | None = None) -> ModuleType:
+        """Import a file of tests, after its conftest.py files.
+
+        Args:
+            seed: of the random number generators, for the import; None: they are not seeded.
+        """
         config, mode, namespaces = self._config, self._mode, self._namespaces
         sys_path = list(sys.path)  # imports put directories in front of it, where pytest's process has them already
+        if seed is not None:
+            seed_all(seed)
         # conftest modules may define the classes of the test's arguments, or explain its assertions
         config.pluginmanager._loadconftestmodules(path, mode, config.rootpath, consider_namespace_packages=namespaces)
         for module in config.pluginmanager._getconftestmodules(path):
             if module.__name__ == "conftest":  # all of that name outside of packages; the file means the nearest one
                 sys.modules["conftest"] = module
+        if seed is not None:
+            seed_all(seed)  # as if the conftest modules had been imported before
         try:
             return import_path(path, mode=mode, root=config.rootpath, consider_namespace_packages=namespaces)
         finally:

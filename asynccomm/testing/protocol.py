@@ -48,6 +48,7 @@ class Setup(NamedTuple):
     pytest_args: list[str]
     environ: Mapping[str, str] = {}
     coverage: str | None = None  #: the settings of the coverage measurement in pytest's process; None: there is none
+    seed: int = 0  #: for the import of conftest.py files
 
 
 class Filters(NamedTuple):
@@ -74,6 +75,7 @@ class Preparation(NamedTuple):
     path: str
     surroundings: Surroundings
     filters: Filters
+    seed: int = 0
 
 
 class Stale(NamedTuple):

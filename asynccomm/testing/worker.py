@@ -82,6 +82,7 @@ class Worker:
     def _set_up(self, setup: Setup) -> Config:
         os.chdir(setup.cwd)
         sys.path[:] = setup.sys_path
+        seed_all(setup.seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # pytest warns that this package is already imported and so not rewritten
             config = _prepareconfig(setup.pytest_args)  # installs the import hook for rewriting assertions
@@ -149,7 +150,7 @@ class Worker:
         if path not in self._loaded:
             # an error of the import is for the test to report, which imports again
             with contextlib.suppress(BaseException), self._state_of(job.surroundings, job.filters, {}):
-                self._modules.load(path)
+                self._modules.load(path, job.seed)
                 self._loaded.add(path)
                 gc.collect()
                 gc.freeze()  # as in the constructor: each test ends with a collection

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 CONFTEST = """
-    import os
+    import os, random
     from pathlib import Path
 
-    NAME = "root"
+    NAME, DRAWN = "root", random.random()
 
     def pytest_runtest_call(item):
         from asynccomm.testing import plugin
@@ -53,14 +53,17 @@ COMMON = """
 """
 
 MESS = """
-    import os, wave
+    import os, sys, wave
     import pytest, torch
     from common import ROOT, check_clean, draws, make_mess
     import product
 
+    DRAWN = draws()  # at the import
+
     async def check_and_make(comm):
         check_clean()
         mine = draws()
+        assert DRAWN == mine and sys.modules["conftest"].DRAWN == mine[0]
         assert await comm.all_gather_object(mine) == [mine] * comm.size
         with open(ROOT / "draws", "a") as file:
             file.write(f"{mine}\\n")
@@ -119,12 +122,16 @@ MESS = """
 """
 
 NAMESAKE = """
+    import random
     import pytest
     import helpers
-    from conftest import NAME
+    from conftest import DRAWN, NAME
+
+    HERE = random.random()
 
     @pytest.mark.ranks(1)
     async def test_of_{0}():
+        assert HERE == DRAWN, "the import of each file is seeded"
         assert (helpers.NAME, NAME) == ("{0}", "{0}")
 """
 
@@ -140,7 +147,7 @@ FOREIGN = {
         for file, text in {
             f"test_{name}.py": NAMESAKE.format(name),
             "helpers.py": f"NAME = {name!r}\n",
-            "conftest.py": f"NAME = {name!r}\n",
+            "conftest.py": f"import random\nNAME, DRAWN = {name!r}, random.random()\n",
         }.items()
     },
 }
