@@ -35,7 +35,7 @@ from asynccomm.testing.fixtures import ADVICE, RankOnly, only_in_ranks
 from asynccomm.testing.measuring import coverage_settings
 from asynccomm.testing.outcome import raise_outcome
 from asynccomm.testing.protocol import Preparation, RankWorld, Setup
-from asynccomm.testing.sending import check_function, filters_of, surroundings, tasks_of
+from asynccomm.testing.sending import WORLD, check_function, filters_of, surroundings, tasks_of
 
 if TYPE_CHECKING:
     from asynccomm.testing.pool import RankPool
@@ -114,8 +114,8 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
             )
 
 
-@pytest.fixture
-def _asynccomm_world(request: pytest.FixtureRequest) -> RankWorld:
+@pytest.fixture(name=WORLD)
+def _world_parameter(request: pytest.FixtureRequest) -> RankWorld:
     world = request.param
     assert isinstance(world, RankWorld)
     return world
@@ -126,8 +126,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker is None:
         return
     worlds, ids = _worlds(marker)
-    metafunc.fixturenames.append("_asynccomm_world")
-    metafunc.parametrize("_asynccomm_world", worlds, ids=ids, indirect=True)
+    metafunc.fixturenames.append(WORLD)
+    metafunc.parametrize(WORLD, worlds, ids=ids, indirect=True)
 
 
 def _worlds(marker: pytest.Mark) -> tuple[list[RankWorld], list[str]]:
@@ -205,7 +205,7 @@ def _call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _world(item: pytest.Function) -> RankWorld:
-    world = item.callspec.params["_asynccomm_world"]
+    world = item.callspec.params[WORLD]
     assert isinstance(world, RankWorld)
     # a debugger waits for its user
     return world._replace(timeout=math.inf) if item.config.getoption("usepdb") else world

@@ -18,7 +18,7 @@ from asynccomm.testing.protocol import Filters, RankTask, RankWorld, Surrounding
 if TYPE_CHECKING:
     from asynccomm.store.server import StoreServer
 
-__all__ = ["check_function", "filters_of", "surroundings", "tasks_of"]
+__all__ = ["WORLD", "check_function", "filters_of", "surroundings", "tasks_of"]
 
 # fixtures of pytest that would do nothing in a rank, or nothing right
 _ELSEWHERE: Final = {
@@ -33,6 +33,7 @@ _ELSEWHERE: Final = {
     **dict.fromkeys(("pytester", "testdir"), "use it in a test without the marker `ranks`"),
 }
 
+WORLD: Final = "_asynccomm_world"  # the parameter that the marker `ranks` makes
 
 _MODULE_SETUP: Final = ("setup_module", "teardown_module", "setUpModule", "tearDownModule")
 _FUNCTION_SETUP: Final = ("setup_function", "teardown_function")
@@ -43,6 +44,13 @@ def check_function(item: pytest.Function) -> None:
     """Refuse test functions that cannot run in ranks, or not with their setup."""
     if isinstance(item, TestCaseFunction):
         pytest.fail(f"{item.nodeid}: a method of a unittest.TestCase cannot be marked `ranks`", pytrace=False)
+    parameters = getattr(item, "callspec", None)
+    if parameters is None or WORLD not in parameters.params or any(mark.name == "ranks" for mark in parameters.marks):
+        pytest.fail(
+            f"{item.nodeid}: the marker `ranks` must be on the function, its class or its module (pytestmark), not on "
+            f"a parameter, and not added by a hook, since pytest makes a test for each size",
+            pytrace=False,
+        )
     own = (item.module, _FUNCTION_SETUP) if item.cls is None else (item.cls, _CLASS_SETUP)
     places = [(item.module, _MODULE_SETUP), own]
     methods = [(name, getattr(place, name, None)) for place, names in places for name in names]

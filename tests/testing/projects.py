@@ -11,6 +11,17 @@ HEAD = """
             file.write(f"{os.getpid()}\\n")
 """
 
+CONFTEST = """
+    import pytest
+
+    FROM_CONFTEST = 1
+
+    def pytest_collection_modifyitems(items):
+        for item in items:
+            if item.name == "test_marked_by_a_hook":
+                item.add_marker(pytest.mark.ranks(2))
+"""
+
 PASS = """
     from conftest import FROM_CONFTEST
     from sibling import FROM_SIBLING
@@ -187,6 +198,18 @@ WRONG = """
 
     @pytest.mark.ranks(2)
     def test_not_async():
+        pass
+
+    @pytest.mark.parametrize("value", [pytest.param(1, marks=pytest.mark.ranks(2))])
+    async def test_marked_parameter(comm, value):
+        pass
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("value", [pytest.param(1, marks=pytest.mark.ranks(4))])
+    async def test_marked_twice(comm, value):
+        pass
+
+    async def test_marked_by_a_hook(comm):
         pass
 
     @pytest.mark.ranks(2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Project, Run, running, wait_until
-from .projects import END, FAIL, FOREVER, HEAD, MARKERS, PACKAGE, PASS, STRICT, WRONG
+from .projects import CONFTEST, END, FAIL, FOREVER, HEAD, MARKERS, PACKAGE, PASS, STRICT, WRONG
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     for name, (arguments, _) in MARKERS.items():
         source = f"import pytest\n@pytest.mark.ranks({arguments})\nasync def test_x(comm): pass\n"
         files[f"test_marker_{name}.py"] = source
-    files |= {"pytest.ini": STRICT, "conftest.py": "FROM_CONFTEST = 1\n", "sibling.py": "FROM_SIBLING = 2\n"}
+    files |= {"pytest.ini": STRICT, "conftest.py": CONFTEST, "sibling.py": "FROM_SIBLING = 2\n"}
     return Project(tmp_path_factory.mktemp("plugin"), files)
 
 
@@ -145,6 +145,8 @@ def test_pytest_timeout_and_after(run: Run, project: Project) -> None:
 
 # -- what is wrong ----------------------------------------------------------------------------------------------------
 
+ON_FUNCTION = "the marker `ranks` must be on the function, its class or its module"
+
 
 @pytest.mark.parametrize("name", MARKERS)
 def test_bad_markers(run: Run, name: str) -> None:
@@ -160,6 +162,9 @@ def test_bad_markers(run: Run, name: str) -> None:
             "fixture 'lock' cannot be sent to the ranks: cannot pickle ",
         ),
         ("test_no_marker", "test_no_marker uses the fixture `comm` without @pytest.mark.ranks(size)"),
+        ("test_marked_parameter[1]", ON_FUNCTION),
+        ("test_marked_twice[2ranks-1]", ON_FUNCTION),
+        ("test_marked_by_a_hook", ON_FUNCTION),
         ("test_not_async[2ranks]", "a test marked `ranks` must be an async function"),
         ("TestSetup::test_setup[2ranks]", "setup_method() runs in pytest's own process, and not in the ranks"),
         ("TestUnit::test_unit", "a method of a unittest.TestCase cannot be marked `ranks`"),
