@@ -12,7 +12,7 @@ import pytest
 from _pytest.fixtures import getfixturemarker
 from _pytest.unittest import TestCaseFunction
 
-from asynccomm.testing.fixtures import ADVICE, PATCHES, RankOnly, RankRequest, SendingError, pack
+from asynccomm.testing.fixtures import ADVICE, PATCHES, RankOnly, SendingError, pack
 from asynccomm.testing.protocol import Filters, RankTask, RankWorld, Surroundings
 
 if TYPE_CHECKING:
@@ -29,7 +29,14 @@ _ELSEWHERE: Final = {
     "caplog": "use unittest's assertLogs or a logging.Handler of your own in the test",
     "recwarn": "use pytest.warns or warnings.catch_warnings in the test",
     **dict.fromkeys(("request", "pytestconfig"), "send the values that you need by a fixture of your own"),
-    **dict.fromkeys(("record_property", "record_xml_attribute"), "use it in an ordinary fixture of the test"),
+    **dict.fromkeys(
+        ("record_property", "record_testsuite_property", "record_xml_attribute", "cache"),
+        "use it in an ordinary fixture of the test",
+    ),
+    **dict.fromkeys(
+        ("tmp_path_factory", "tmpdir_factory"), "use tmp_path, or make the directory in an ordinary fixture of the test"
+    ),
+    "subtests": "use pytest.mark.parametrize",
     **dict.fromkeys(("pytester", "testdir"), "use it in a test without the marker `ranks`"),
 }
 
@@ -150,7 +157,8 @@ def _to_send(item: pytest.Function, names: Sequence[str]) -> dict[str, Any]:
 
 def _check(name: str, value: Any) -> None:
     """Refuse values that could be pickled, and would be of no use in a rank."""
-    if name in _ELSEWHERE and not isinstance(value, RankRequest):
+    # a fixture of the project may have such a name, too
+    if name in _ELSEWHERE and getattr(value, "__module__", "").startswith("_pytest."):
         raise SendingError(name, f"pytest's {name!r} works in pytest's own process only", _ELSEWHERE[name])
     if inspect.isawaitable(value) or inspect.isasyncgen(value):
         close = getattr(value, "close", None)

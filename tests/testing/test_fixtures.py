@@ -93,6 +93,14 @@ GOOD = """
 
     one, two = make(1), make(2)
 
+    @pytest.fixture
+    def cache():
+        return "the project's own"
+
+    @pytest.mark.ranks(1)
+    async def test_name_of_pytest(cache):
+        assert cache == "the project's own"
+
     @pytest.mark.ranks(2)
     async def test_factory(one, two):
         assert (one, two) == (1, 2)
@@ -121,6 +129,11 @@ FACTORY = {
             assert value == 2
     """,
 }
+
+# fixtures of pytest, which work in one process only
+ELSEWHERE = ["cache", "capsys", "record_testsuite_property", "request", "tmp_path_factory", "tmpdir_factory"]
+if pytest.version_tuple >= (9,):
+    ELSEWHERE.append("subtests")
 
 BAD = """
     import contextlib, threading
@@ -195,9 +208,6 @@ BAD = """
     async def test_pending(pending): pass
 
     @pytest.mark.ranks(1)
-    async def test_capsys(capsys): pass
-
-    @pytest.mark.ranks(1)
     @pytest.mark.parametrize("value", [threading.Lock()], ids=["lock"])
     async def test_parametrized(value): pass
 
@@ -214,6 +224,8 @@ BAD = """
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     files = {"conftest.py": CONFTEST, "test_good.py": HEAD + GOOD, "test_bad.py": HEAD + BAD, **FACTORY}
+    tests = [f"@pytest.mark.ranks(1)\nasync def test_{name}({name}): pass\n" for name in ELSEWHERE]
+    files["test_elsewhere.py"] = "import pytest\n\n" + "\n".join(tests)
     files["pytest.ini"] = "[pytest]\nasyncio_default_fixture_loop_scope = function\naddopts = -n 0 --cov-report=\n"
     return Project(tmp_path_factory.mktemp("fixtures"), files)
 
@@ -232,6 +244,7 @@ def test_values_and_ends(run: Run, project: Project) -> None:
         "test_good.py::test_in_this_process",
         "test_good.py::TestMethods::test_override[1ranks]",
         "test_good.py::test_comm_of_a_fixture_only[2ranks]",
+        "test_good.py::test_name_of_pytest[1ranks]",
         "test_good.py::test_factory[2ranks]",
     ]
     assert set(outcomes.values()) == {"passed"}, run.output
@@ -254,7 +267,10 @@ MAKE_IT = "decorate the fixture with asynccomm.testing.rank_fixture, and it runs
         ("test_locked", "fixture 'lock' cannot be sent to the ranks: cannot pickle '_thread.lock' object; decor"),
         ("test_unreadable", "'unreadable' was sent to the ranks, but cannot be unpickled there: ValueError: invalid"),
         ("test_pending", "fixture 'pending' cannot be sent to the ranks: it is asynchronous, and no plugin of pytest"),
-        ("test_capsys", "fixture 'capsys' cannot be sent to the ranks: pytest's 'capsys' works in pytest's own"),
+        *(
+            (f"test_{name}", f"fixture {name!r} cannot be sent to the ranks: pytest's {name!r} works")
+            for name in ELSEWHERE
+        ),
         ("test_parametrized", "parameter 'value' cannot be sent to the ranks: cannot pickle '_thread.lock' object"),
         ("test_many", "ValueError: rank fixture 'many' yielded more than once"),
         ("test_none", "ValueError: rank fixture 'none' did not yield a value"),
@@ -266,7 +282,7 @@ def test_misuse(run: Run, name: str, said: str) -> None:
     (entry,) = [one for one in run.reports if f"{name}[" in one["id"] + "[" and one["outcome"] == "failed"]
     assert said in entry["text"]
     if "fixture 'lock'" in said or "own process" in said:
-        assert MAKE_IT in entry["text"] or name == "test_capsys"
+        assert MAKE_IT in entry["text"]
 
 
 def test_the_cause_is_not_hidden_by_ends(run: Run) -> None:
