@@ -7,12 +7,16 @@ from another file, or in another version, counts as stale; the pool replaces sta
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.machinery
+import logging
 import os
 import random
 import signal
+import socket
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +33,7 @@ _INSTALLED: Final = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _SIGNALS: Final = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+_TIMERS: Final = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
 
 
 @final
@@ -43,11 +48,16 @@ class ProcessState:
         self._modules = dict(sys.modules)
         self._umask = _umask()
         self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._gc, self._recursion_limit = gc.isenabled(), sys.getrecursionlimit()
+        self._socket_timeout, self._logging_disabled = socket.getdefaulttimeout(), logging.root.manager.disable
         self._torch = _torch_state()
 
     def restore(self) -> None:
         """Set everything back. Modules that were imported since then stay."""
+        for timer in _TIMERS:  # before the handlers, without which an alarm ends the process
+            signal.setitimer(timer, 0)
         _set_environ(self._environ)
+        time.tzset()
         os.chdir(self._cwd)
         os.umask(self._umask)
         sys.path[:], sys.argv[:] = self._sys_path, self._argv
@@ -56,6 +66,10 @@ class ProcessState:
         for number, handler in self._handlers.items():
             if signal.getsignal(number) is not handler and handler is not None:  # None: a handler of a module in C
                 signal.signal(number, handler)
+        (gc.enable if self._gc else gc.disable)()
+        sys.setrecursionlimit(self._recursion_limit)
+        socket.setdefaulttimeout(self._socket_timeout)
+        logging.disable(self._logging_disabled)
         _set_torch(self._torch)
 
 

@@ -20,12 +20,14 @@ CONFTEST = """
 """
 
 COMMON = """
-    import os, random, signal, sys
+    import gc, logging, os, random, signal, socket, sys, time
     import numpy, torch
     from pathlib import Path
 
     ROOT = Path(__file__).parent
     HOME, THREADS, PATH = os.getcwd(), torch.get_num_threads(), "/made/by/a/test"
+    DEPTH, ZONE = sys.getrecursionlimit(), time.tzname
+    TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
 
     def draws():
         return [random.random(), float(numpy.random.random()), float(torch.rand(()))]
@@ -38,6 +40,9 @@ COMMON = """
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
         assert sys.modules["wave"].__name__ == "wave" and sys.argv[-1] != "mess"
         assert os.path.sep == "/"
+        assert [signal.getitimer(timer) for timer in TIMERS] == [(0, 0)] * 3
+        assert gc.isenabled() and sys.getrecursionlimit() == DEPTH and time.tzname == ZONE
+        assert socket.getdefaulttimeout() is None and logging.root.manager.disable == 0
 
     def make_mess():
         os.environ["MESS"], os.environ["HOME"] = "left", "/mess"
@@ -50,6 +55,14 @@ COMMON = """
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         sys.modules["wave"] = sys
         sys.argv.append("mess")
+        for timer in TIMERS:
+            signal.setitimer(timer, 1000)
+        gc.disable()
+        sys.setrecursionlimit(DEPTH + 1)
+        socket.setdefaulttimeout(1000)
+        logging.disable(logging.CRITICAL)
+        os.environ["TZ"] = "MESS-1"
+        time.tzset()
 """
 
 MESS = """
