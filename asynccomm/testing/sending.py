@@ -48,7 +48,7 @@ _CLASS_SETUP: Final = ("setup_class", "teardown_class", "setup_method", "teardow
 
 
 def check_function(item: pytest.Function) -> None:
-    """Refuse test functions that cannot run in ranks, or not with their setup."""
+    """Refuse test functions that cannot run in ranks, or not with their setup, after that setup."""
     if isinstance(item, TestCaseFunction):
         pytest.fail(f"{item.nodeid}: a method of a unittest.TestCase cannot be marked `ranks`", pytrace=False)
     parameters = getattr(item, "callspec", None)
@@ -64,6 +64,12 @@ def check_function(item: pytest.Function) -> None:
     if found := [name for name, method in methods if method is not None and getfixturemarker(method) is None]:
         pytest.fail(
             f"{item.nodeid}: {found[0]}() runs in pytest's own process, and not in the ranks; in place of it, {ADVICE}",
+            pytrace=False,
+        )
+    if item.cls is not None and (attributes := getattr(item.instance, "__dict__", None)):
+        pytest.fail(
+            f"{item.nodeid}: a fixture has set self.{next(iter(attributes))} in pytest's own process, and not in the "
+            f"ranks; {ADVICE}",
             pytrace=False,
         )
     function = getattr(item.cls or item.module, item.originalname)

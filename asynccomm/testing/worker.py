@@ -169,7 +169,7 @@ class Worker:
                     self._loop = runner.get_loop()
                     runner.run(test.run())
                 unretrieved = test.unretrieved
-        except (pytest.skip.Exception, pytest.xfail.Exception) as exc:
+        except steps.NO_ERRORS as exc:
             return Skipped(str(exc), xfail=isinstance(exc, pytest.xfail.Exception))
         except BaseException as exc:  # a test may raise anything: CancelledError, SystemExit, pytest.fail
             return self._failed(exc, job)._replace(calls=watch.calls())

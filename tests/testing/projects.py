@@ -23,6 +23,7 @@ CONFTEST = """
 """
 
 PASS = """
+    import unittest
     from conftest import FROM_CONFTEST
     from sibling import FROM_SIBLING
 
@@ -72,6 +73,10 @@ PASS = """
     @pytest.mark.ranks(2)
     async def test_skip(comm):
         pytest.skip(f"not today")
+
+    @pytest.mark.ranks(2)
+    async def test_unittest_skip(comm):
+        raise unittest.SkipTest("not today either")
 
     @pytest.mark.anyio
     @pytest.mark.ranks(2)
@@ -218,6 +223,17 @@ WRONG = """
             self.x = 1
 
         async def test_setup(self, comm):
+            assert self.x == 1
+
+    @pytest.mark.ranks(2)
+    class TestAttribute:
+        x = 0
+
+        @pytest.fixture(autouse=True)
+        def fixture(self):
+            self.x = 1
+
+        async def test_attribute(self, comm):
             assert self.x == 1
 
     class TestUnit(unittest.IsolatedAsyncioTestCase):

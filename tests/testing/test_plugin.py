@@ -41,12 +41,14 @@ def test_passes_skips_and_names(run: Run) -> None:
         "TestClass::test_method[2ranks]": "passed",
         "test_own[2ranks]": "passed",
         "test_skip[2ranks]": "skipped",
+        "test_unittest_skip[2ranks]": "skipped",
         "test_anyio[asyncio-2ranks]": "passed",
         "test_xfail_raises[2ranks]": "skipped",
         "test_xfail_call[2ranks]": "skipped",
         "test_warning_ignored[2ranks]": "passed",
     }
     assert "not today" in run.text("test_skip[2ranks]", "skipped")
+    assert "not today either" in run.text("test_unittest_skip[2ranks]", "skipped")
 
 
 def test_processes_are_kept(run: Run, project: Project) -> None:
@@ -167,6 +169,10 @@ def test_bad_markers(run: Run, name: str) -> None:
         ("test_marked_by_a_hook", ON_FUNCTION),
         ("test_not_async[2ranks]", "a test marked `ranks` must be an async function"),
         ("TestSetup::test_setup[2ranks]", "setup_method() runs in pytest's own process, and not in the ranks"),
+        (
+            "TestAttribute::test_attribute[2ranks]",
+            "a fixture has set self.x in pytest's own process, and not in the ranks",
+        ),
         ("TestUnit::test_unit", "a method of a unittest.TestCase cannot be marked `ranks`"),
     ],
 )
