@@ -29,7 +29,7 @@ async def user(base: str, given: int, comm: str) -> AsyncIterator[str]:
 
 @pytest.fixture
 def user_values(monkeypatch: pytest.MonkeyPatch) -> list[RankOnly]:
-    keys = {function: FunctionKey(__file__, 0, function.__name__, __name__) for function in (base, user)}
+    keys = {function: FunctionKey(__file__, 0, function.__name__, __name__, __file__, 1) for function in (base, user)}
     monkeypatch.setattr(fixtures, "_functions", {key: function for function, key in keys.items()})
     said.clear()
     arguments = {
