@@ -155,6 +155,8 @@ class ProgressThread:
                 if sys.getswitchinterval() == shorter:  # otherwise the program has changed it
                     sys.setswitchinterval(interval)
                 interval = None
+            if self._given or self._ending:  # an engine in C, which sleeps in its turn, has read the ring
+                continue
             self._look(-1)
             awake_until = 0.0
             woken = True

@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import runpy
+import select
 import sys
 import threading
 from collections.abc import Sequence
@@ -69,6 +70,34 @@ class Script:
 @pytest.fixture
 def worker() -> ProgressThread:
     return shared_thread()
+
+
+class Sleeper(Script):
+    """Sleeps in its turn, as the executor in C does, and reads the ring that wakes it."""
+
+    def __init__(self, worker: ProgressThread) -> None:
+        super().__init__()
+        self.worker = worker
+        self.asleep = threading.Event()
+
+    def turn(self) -> ProgressResult:
+        if self.turns or self.asleep.is_set():
+            return super().turn()
+        self.asleep.set()
+        select.select([self.worker.bell], [], [], 10)
+        os.eventfd_read(self.worker.bell)
+        return ProgressResult.STUCK
+
+
+def test_another_one_is_driven_although_a_turn_has_read_the_ring(worker: ProgressThread) -> None:
+    sleeper, other = Sleeper(worker), Script(ProgressResult.OVER)
+    worker.take(sleeper)
+    assert sleeper.asleep.wait(10)
+    worker.take(other)
+    assert other.over.wait(10)
+    sleeper.turns.append(ProgressResult.OVER)
+    worker.ring()
+    assert sleeper.over.wait(10)
 
 
 def test_it_drives_until_it_is_over(worker: ProgressThread) -> None:
