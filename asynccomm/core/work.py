@@ -159,6 +159,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         driver = self.driver
         if driver is not None:
             driver.before_await(self)
+            driver = None  # a kept traceback of a cancelled await would keep the backend's memory
         if self._done:
             if mailbox.should_yield():
                 yield
@@ -196,6 +197,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         driver = self.driver
         if driver is not None:
             driver.before_block(self)
+            driver = None  # as in _wait
         if self._done:
             return
         event = threading.Event()

@@ -639,6 +639,29 @@ async def test_a_driver_hears_of_waits_for_a_stream(bench: Bench) -> None:
 
 
 @on_both_loops
+async def test_the_traceback_of_a_cancelled_await_does_not_hold_the_driver(bench: Bench) -> None:
+    class Driver:
+        def before_await(self, work: Work[Any]) -> None:
+            pass
+
+        def before_block(self, work: Work[Any]) -> None:
+            pass
+
+    driver = Driver()
+    work: Work[Any] = Work(OP, 0, bench.mailbox, value=VALUE, timeout=600, on_settled=lambda work: None, driver=driver)
+    seen = weakref.ref(driver)
+    del driver
+    waiting = asyncio.ensure_future(work)
+    await turn()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await waiting
+    work.settle()
+    gc.collect()
+    assert seen() is None, caught.value
+
+
+@on_both_loops
 async def test_captured(bench: Bench) -> None:
     work = bench.work(3)
     order = placed(work, issued=True)
