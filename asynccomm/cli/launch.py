@@ -343,6 +343,10 @@ class Launch:
             if self._alive():
                 self._terminal.say(f"{number.name}; the ranks have {self._options.grace:g} s to end")
             self._send(number)
+        elif self._alive() and not self._hurry.is_set():
+            self._terminal.say(
+                f"{number.name}; the ranks have a signal already; a second one to the launcher kills them"
+            )
 
     def _send(self, number: signal.Signals) -> None:
         """Signal the ranks as the terminal or kill would: SIGTERM goes to the rank alone, not to its helpers."""

@@ -339,7 +339,7 @@ class Session:
         try:
             self.submitter.abort()
             self.submitter.watchers.broke(error)
-            dump_failure(error, self.submitter, _recorded)
+            dump_failure(error, self.submitter, lambda: _recorded(self))
         finally:
             ended.set_result(None)
         if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
@@ -411,9 +411,10 @@ def open_sessions() -> list[Session]:
     return [session for session in list(_alive) if session.backend is not None and not session.ended]
 
 
-def _recorded() -> list[RecordedComm]:
-    """The open comms of this process for its flight recorder, without those that another comm of the name replaces."""
-    return [(each.submitter, each.identity.job_ranks) for each in open_sessions() if each.identity.has_name]
+def _recorded(own: Session | None = None) -> list[RecordedComm]:
+    """The open comms of this process for its flight recorder: ``own``, and those that have not given up their names."""
+    sessions = [each for each in open_sessions() if each.identity.has_name or each is own]
+    return [(each.submitter, each.identity.job_ranks) for each in sessions]
 
 
 def _of_stream(work: Work[Any]) -> bool:

@@ -61,6 +61,9 @@ FORWARDED: Final = {
 }
 
 
+_WRITTEN: Final = ("output", "tensor")  # the begin of the first parameters' names
+
+
 def forwarding(cls: type[T]) -> type[T]:
     """A decorator: add methods that call torch's methods of the same names and return the backend's own Works.
 
@@ -69,7 +72,7 @@ def forwarding(cls: type[T]) -> type[T]:
 
     def method(name: str, output: str | None) -> Callable[..., Any]:
         def forward(self: Any, *args: Any, **options: Any) -> Any:
-            written = args[0] if args else options.values()
+            written = args[0] if args else [each for key, each in options.items() if key.startswith(_WRITTEN)]
             if output is not None and _is_lazy(written) and self._writes(name, args, options):
                 return self._backend.refuse_lazy(output)
             work = getattr(super(cls, self), name)(*args, **options)

@@ -12,6 +12,7 @@ histograms as operations end.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, final
 from weakref import WeakKeyDictionary
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 NAME: Final = "asynccomm"
 
+_Labels = tuple[tuple[str, str | int], ...]
+_Read = Callable[["_Instrumented"], Iterable[tuple[_Labels, int]]]
 _Callback = Callable[["CallbackOptions"], Iterable["Observation"]]
 _instruments: WeakKeyDictionary[Meter, _Instruments] = WeakKeyDictionary()
 _default: Meter | None = None  # kept: before the program sets its provider, each request makes another meter
@@ -65,7 +68,7 @@ class MeasuredComm(Protocol):
 
 
 def instrument(comm: MeasuredComm, meter: Meter | None = None) -> None:
-    """Report the metrics of ``comm``, until it closes.
+    """Report the metrics of ``comm``, until it closes. Its counts stay; those of later comms of its name add to them.
 
     Args:
         comm: a comm with the hint ``metrics``.
@@ -97,36 +100,66 @@ class _Instruments:
     def __init__(self, meter: Meter, observation: Callable[..., Observation]) -> None:
         self.comms: dict[_Instrumented, None] = {}  # open ones, in the order of their instrumentation
         self._observation = observation
+        self._counters: list[tuple[Counter[_Labels], _Read]] = []  # of each, the counts of closed comms
+        self._reading = threading.Lock()
         self.latency = meter.create_histogram("asynccomm.latency", "s", "Time from the call to the end of operations.")
         self.wait = meter.create_histogram("asynccomm.wait_for_last", "s", "Time of waiting for the last rank.")
         counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
-        counter("asynccomm.operations", self._of_kinds(lambda each: each.completed), "{operation}")
-        counter("asynccomm.failures", self._of_kinds(lambda each: each.failed), "{operation}")
-        counter("asynccomm.bytes", self._of_kinds(lambda each: each.nbytes), "By")
-        counter("asynccomm.ready_waits", self._of_statistics(lambda each: each.waits), "{wait}")
-        counter("asynccomm.last", [self._last], "{operation}", "Collectives to which a rank came last.")
-        gauge("asynccomm.in_flight", self._of_statistics(lambda each: each.in_flight), "{operation}")
-        gauge("asynccomm.in_flight_bytes", self._of_statistics(lambda each: each.bytes_in_flight), "By")
+        counter("asynccomm.operations", self._counted(_of_kinds(lambda each: each.completed)), "{operation}")
+        counter("asynccomm.failures", self._counted(_of_kinds(lambda each: each.failed)), "{operation}")
+        counter("asynccomm.bytes", self._counted(_of_kinds(lambda each: each.nbytes)), "By")
+        counter("asynccomm.ready_waits", self._counted(_waits), "{wait}")
+        counter("asynccomm.last", self._counted(_last), "{operation}", "Collectives to which a rank came last.")
+        gauge("asynccomm.in_flight", self._gauged(lambda each: each.in_flight), "{operation}")
+        gauge("asynccomm.in_flight_bytes", self._gauged(lambda each: each.bytes_in_flight), "By")
 
-    def _of_kinds(self, value: Callable[[OpMetrics], int]) -> Sequence[_Callback]:
+    def _counted(self, read: _Read) -> Sequence[_Callback]:
+        closed = Counter[_Labels]()
+        self._counters.append((closed, read))
+
         def observe(options: CallbackOptions) -> Iterable[Observation]:
-            for each in self.comms.copy():
-                for kind, metrics in each.measured.metrics.kinds.copy().items():
-                    yield self._observation(value(metrics), {**each.labels, "op": kind})
+            with self._reading:
+                counts = closed.copy()
+                for each in list(self.comms):
+                    _add(counts, read(each))
+            return [self._observation(count, dict(labels)) for labels, count in counts.items()]
 
         return [observe]
 
-    def _of_statistics(self, value: Callable[[_Statistics], int]) -> Sequence[_Callback]:
+    def _gauged(self, value: Callable[[_Statistics], int]) -> Sequence[_Callback]:
         def observe(options: CallbackOptions) -> Iterable[Observation]:
-            for each in self.comms.copy():
-                yield self._observation(value(each.comm.statistics()), each.labels)
+            return [self._observation(value(each.comm.statistics()), dict(each.labels)) for each in list(self.comms)]
 
         return [observe]
 
-    def _last(self, options: CallbackOptions) -> Iterable[Observation]:
-        for each in self.comms.copy():
-            for rank in each.measured.lateness.ranks:
-                yield self._observation(rank.times_last, {**each.labels, "last": rank.rank})
+    def close(self, comm: _Instrumented) -> None:
+        """Keep the counts of a comm, and drop the comm. Idempotent."""
+        with self._reading:
+            if comm in self.comms:
+                del self.comms[comm]
+                for closed, read in self._counters:
+                    _add(closed, read(comm))
+
+
+def _add(counts: Counter[_Labels], more: Iterable[tuple[_Labels, int]]) -> None:
+    for labels, count in more:
+        counts[labels] += count  # also 0, unlike update
+
+
+def _of_kinds(value: Callable[[OpMetrics], int]) -> _Read:
+    def read(comm: _Instrumented) -> Iterable[tuple[_Labels, int]]:
+        kinds = comm.measured.metrics.kinds.copy()
+        return [((*comm.labels, ("op", kind)), value(each)) for kind, each in kinds.items()]
+
+    return read
+
+
+def _waits(comm: _Instrumented) -> Iterable[tuple[_Labels, int]]:
+    return [(comm.labels, comm.comm.statistics().waits)]
+
+
+def _last(comm: _Instrumented) -> Iterable[tuple[_Labels, int]]:
+    return [((*comm.labels, ("last", each.rank)), each.times_last) for each in comm.measured.lateness.ranks]
 
 
 @final
@@ -136,16 +169,16 @@ class _Instrumented(Recording):
     def __init__(self, comm: MeasuredComm, measured: _Measured, instruments: _Instruments) -> None:
         self.comm = comm
         self.measured = measured
-        self.labels: dict[str, str | int] = {"comm": comm.name, "rank": comm.rank}
+        self.labels: _Labels = (("comm", comm.name), ("rank", comm.rank))
         self._instruments = instruments
         instruments.comms[self] = None
 
     def ended(self, kind: str, nbytes: int, seconds: float, error: str) -> None:
         if not error:
-            self._instruments.latency.record(seconds, {**self.labels, "op": kind})
+            self._instruments.latency.record(seconds, {**dict(self.labels), "op": kind})
 
     def waited_for_last(self, seconds: float) -> None:
-        self._instruments.wait.record(seconds, self.labels)
+        self._instruments.wait.record(seconds, dict(self.labels))
 
     def closed(self) -> None:
-        self._instruments.comms.pop(self, None)
+        self._instruments.close(self)

@@ -3,7 +3,8 @@
 A job begins with a comm of ``new_comm`` and includes all comms split off its members. The comms of a job fail and close
 independently, in any order. The store stays connected until the last comm has closed; only then does this rank announce
 that it no longer needs the store. The rank that hosts the store waits for the announcements of the other ranks. If its
-last comm of the job ends because a comm of another job replaces it, the wait goes on beside that job, and ends with it.
+last comm of the job ends because a comm of another job replaces it, the wait goes on beside that job, and ends with it;
+ranks that are no part of that job are waited for no longer than the job.
 
 All keys of a comm lie under its prefix in the store. A child's prefix lies within its parent's, and all members compute
 the same prefix without communicating. See :meth:`CommIdentity.child_prefix`.
@@ -118,7 +119,8 @@ class Job:
         self.store: Store = meeting.store
         self._seats = 0
         self._over = False
-        self._predecessors: set[asyncio.Task[None]] = set()  # ends of jobs that this one replaces
+        self._predecessors: dict[asyncio.Task[None], Job] = {}  # that this job replaces, by the tasks that end them
+        self._last = asyncio.Event()  # set: the job that replaces this one ends, too
 
     def enter(self) -> None:
         """Count one more comm. On the loop. Raises: ClosedError when all comms of the job have closed."""
@@ -143,16 +145,17 @@ class Job:
             return
         self._over = True
         if self._meeting.hosted is None or successor is None or successor._over:
-            await self._end(LEAVE_SECONDS, LOOK_SECONDS)
+            await self._end(LEAVE_SECONDS)
         else:  # the new comm need not wait for ranks that use other comms of this job
-            ending = detach(asyncio.ensure_future(self._end(math.inf, LOOK_BESIDE_SECONDS)))
-            successor._predecessors.add(ending)
-            ending.add_done_callback(successor._predecessors.discard)
+            earlier, self._predecessors = self._predecessors, {}
+            for ending, job in [*earlier.items(), (detach(asyncio.ensure_future(self._end(math.inf))), self)]:
+                successor._predecessors[ending] = job
+                ending.add_done_callback(lambda ended: successor._predecessors.pop(ended, None))
 
-    async def _end(self, limit: float, pause: float) -> None:
+    async def _end(self, limit: float) -> None:
         """Leave the store and close the channel; see ``_announce_departure``."""
         try:
-            await self._announce_departure(limit, pause)
+            await self._announce_departure(limit)
         finally:
             try:
                 ending = list(self._predecessors)
@@ -166,21 +169,18 @@ class Job:
                 finally:
                     await self._meeting.aclose()
 
-    async def _announce_departure(self, limit: float, pause: float) -> None:
-        """Announce that this rank is done; the rank that hosts the store waits for the other ranks' announcements.
-
-        Args:
-            limit: seconds to wait.
-            pause: seconds between looks.
-        """
+    async def _announce_departure(self, limit: float) -> None:
+        """Announce that this rank is done; the store's host waits ``limit`` seconds for the other ranks to do so."""
         name, size = self._group.name, self._group.size
         hosts = self._meeting.hosted is not None
         stays = hosts or bool(self._predecessors)
+        for job in self._predecessors.values():
+            job._last.set()
         try:
             async with within(limit if stays else ANNOUNCE_SECONDS):
                 gone = await self.room.add("gone", 1)
                 while hosts and gone + self._lost < size:
-                    await asyncio.sleep(pause)
+                    await self._pause(limit)
                     gone = await self.room.add("gone", 0)
                 if self._predecessors:
                     await asyncio.wait(self._predecessors)
@@ -190,15 +190,26 @@ class Job:
         except AsyncCommError as exc:
             _log.debug("comm %r: the store was gone before this rank left: %s", name, exc)
 
+    async def _pause(self, limit: float) -> None:
+        """Wait until the next look for announcements: a longer time while another job goes on beside."""
+        if limit < math.inf or self._last.is_set():
+            await asyncio.sleep(LOOK_SECONDS)
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_BESIDE_SECONDS):
+                    await self._last.wait()
+
     @property
     def _lost(self) -> int:
-        """The number of ranks that can no longer announce their departure, or are left out and stopped."""
+        """The number of ranks that can no longer announce their departure, or are not waited for, being left out."""
         channel = self.channel
         if channel is None:
             return 0
         gone = channel.gone.copy()  # the control thread changes it
-        stopped = [r for r in self.left_out - gone.keys() if (channel.silence(r) or 0.0) > SILENT_SECONDS]
-        return sum(map(bool, gone.values())) + len(stopped)
+        left_out = self.left_out - gone.keys()
+        if not self._last.is_set():
+            left_out = {rank for rank in left_out if (channel.silence(rank) or 0.0) > SILENT_SECONDS}  # stopped
+        return sum(map(bool, gone.values())) + len(left_out)
 
 
 @final

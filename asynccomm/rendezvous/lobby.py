@@ -106,6 +106,7 @@ class Newcomer:
         self.number = number
         self._room = room
         self._answering: asyncio.Task[None] | None = asyncio.ensure_future(self._answer())
+        self._left = False
 
     async def invited(self) -> Invitation:
         """Wait without limit for an invitation. Cancelling is safe."""
@@ -123,13 +124,15 @@ class Newcomer:
     async def leave(self) -> None:
         """Leave the lobby. Idempotent."""
         answering, self._answering = self._answering, None
-        if answering is None:
+        if answering is not None:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+        if self._left:
             return
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
         with contextlib.suppress(AsyncCommError, TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._room.delete(f"name/{self.number}")
+        self._left = True  # not if this was cancelled
 
     async def _answer(self) -> None:
         """Answer all liveness requests."""

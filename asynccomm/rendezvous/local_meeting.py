@@ -20,6 +20,7 @@ from asynccomm.store.base import within
 
 FIRST_RETRY: Final = 0.01  # seconds before rank 0 is looked for again; doubles up to LAST_RETRY
 LAST_RETRY: Final = 0.2
+LEAST_SECONDS: Final = 0.05  # for a rank 0 that is there
 END_SECONDS: Final = 1.0  # for the thread to end
 
 _open: WeakSet[PortAnnouncer] = WeakSet()
@@ -72,11 +73,11 @@ class PortAnnouncer:
 async def find_port(name: str, timeout: float) -> int:
     """The port that the socket ``name`` announces, once there is one. Cancelling is safe.
 
-    Raises: RendezvousError after ``timeout`` seconds; OSError if this process cannot ask.
+    Raises: RendezvousError after ``timeout`` seconds, or if this process cannot ask.
     """
     pause = FIRST_RETRY
     try:
-        async with within(timeout):
+        async with within(max(timeout, LEAST_SECONDS)):
             while True:
                 with contextlib.suppress(ConnectionError):  # rank 0 is not there yet, or no more
                     if port := await _ask(name):
@@ -86,6 +87,8 @@ async def find_port(name: str, timeout: float) -> int:
     except TimeoutError:
         message = f"rank 0 did not come to this host within {timeout:g} s (at the socket @{name})"
         raise RendezvousError(message) from None
+    except OSError as exc:
+        raise RendezvousError(f"cannot ask rank 0 for its store, at the socket @{name}: {exc}") from exc
 
 
 async def _ask(name: str) -> int:

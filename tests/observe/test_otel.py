@@ -63,8 +63,12 @@ async def test_all_comms_report_by_the_instruments_of_a_meter_until_they_close()
         names = ("asynccomm.operations", "asynccomm.in_flight", "asynccomm.ready_waits")
         assert [comms(name) for name in names] == [["first", "second"]] * 3
         await first.aclose()
-        assert [comms(name) for name in names] == [["second"]] * 3
-    assert "asynccomm.operations" not in read(reader)
+        assert [comms(name) for name in names] == [["first", "second"], ["second"], ["first", "second"]]
+    async with loopback_world(1, name="first", hints={"metrics": "on"}) as (again,):
+        instrument(again, provider.get_meter("test"))
+        await again.barrier()
+    found = {point.attributes["comm"]: point.value for point in read(reader)["asynccomm.operations"]}
+    assert found == {"first": 2, "second": 1}, "the counts of closed comms stay"
     provider.shutdown()
 
 
