@@ -231,6 +231,34 @@ async def test_the_host_stays_for_the_ranks_of_a_job_that_was_replaced() -> None
     assert (old.closed, new.closed) == (1, 1)
 
 
+async def test_ranks_that_were_left_out_are_not_waited_for_beyond_the_next_job() -> None:
+    store = MemoryStore()
+    (job, old), (_, new), last = await replaced(store, 0)
+    job.channel = Line({})  # type: ignore[assignment]
+    job.left_out |= {1}
+    await store.add("new 0/gone", 1)
+    async with asyncio.timeout(5):
+        await last.leave()
+    assert (old.closed, new.closed) == (1, 1)
+
+
+async def test_a_job_that_is_replaced_hands_on_the_jobs_that_it_has_replaced() -> None:
+    store = MemoryStore()
+    (_, old), (_, new), identity = await replaced(store, 0)
+    newest, newest_meeting = make(store, hosting=True, room="newest")
+    last = seat_in(newest, "c", store)
+    identity.successor = newest
+    await identity.leave()
+    await store.add("new 0/gone", 1)
+    await until(lambda: new.closed == 1)
+    assert old.closed == 0, "one of its ranks is there"
+    for room in ("old 0", "newest"):
+        await store.add(f"{room}/gone", 1)
+    async with asyncio.timeout(5):
+        await last.leave()
+    assert (old.closed, newest_meeting.closed) == (1, 1)
+
+
 async def test_a_job_that_was_replaced_ends_with_its_last_rank() -> None:
     store = MemoryStore()
     (_, old), (_, new), last = await replaced(store, 0)
