@@ -218,6 +218,14 @@ async def replaced(store: MemoryStore, number: int) -> tuple[tuple[Job, Closing]
     return old, new, successor
 
 
+async def leave_and_end(store: MemoryStore, last: CommIdentity, *meetings: Closing) -> None:
+    """The last rank of the new job leaves, and all ``meetings`` end."""
+    await store.add("new 0/gone", 1)
+    async with asyncio.timeout(5):
+        await last.leave()
+    assert all(meeting.closed == 1 for meeting in meetings)
+
+
 async def test_the_host_stays_for_the_ranks_of_a_job_that_was_replaced() -> None:
     store = MemoryStore()
     (_, old), (_, new), last = await replaced(store, 0)
@@ -236,10 +244,7 @@ async def test_ranks_that_were_left_out_are_not_waited_for_beyond_the_next_job()
     (job, old), (_, new), last = await replaced(store, 0)
     job.channel = Line({})  # type: ignore[assignment]
     job.left_out |= {1}
-    await store.add("new 0/gone", 1)
-    async with asyncio.timeout(5):
-        await last.leave()
-    assert (old.closed, new.closed) == (1, 1)
+    await leave_and_end(store, last, old, new)
 
 
 async def test_a_job_that_is_replaced_hands_on_the_jobs_that_it_has_replaced() -> None:
@@ -265,10 +270,7 @@ async def test_a_job_that_was_replaced_ends_with_its_last_rank() -> None:
     await store.add("old 0/gone", 1)
     await until(lambda: old.closed == 1)
     assert new.closed == 0
-    await store.add("new 0/gone", 1)
-    async with asyncio.timeout(5):
-        await last.leave()
-    assert (old.closed, new.closed) == (1, 1)
+    await leave_and_end(store, last, old, new)
 
 
 async def test_a_job_that_was_replaced_ends_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ class ShmBackend(Backend):
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
         Settings.of(hints)
-        thread_spin_seconds(hints, spin_seconds(hints, 2))
+        thread_spin_seconds(hints, 2)
         yield_seconds(hints)
 
     @classmethod
@@ -94,7 +94,7 @@ class ShmBackend(Backend):
             except (OSError, RuntimeError, BackendError) as exc:  # no descriptors or threads left: the others must know
                 await report_unsupported(context, str(exc))
             unless_connected.callback(os.close, bell)
-            pauses = thread_spin_seconds(context.hints, patience), yield_seconds(context.hints)
+            pauses = thread_spin_seconds(context.hints, context.group.size), yield_seconds(context.hints)
             made: list[Engine] = []
             unless_connected.callback(made.clear)  # the frames of an error would keep the mapping
 

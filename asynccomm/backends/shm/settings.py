@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +25,8 @@ AWAKE: Final = 4  # spins of a call are one of the thread
 
 HINTS: Final[Mapping[str, str]] = {
     "spin_us": "microseconds to look out for a late rank before going to sleep, 0 for not at all (default 200)",
-    "thread_spin_us": "the same for the thread of a large transfer (default four times spin_us)",
+    "thread_spin_us": "the same for the thread of a large transfer (default four times spin_us, and 0 with more ranks "
+    "than cores)",
     "yield_us": "microseconds of a large transfer after which its thread offers its core to others, such as the event "
     "loop, 0 for never (default 300)",
     "chunk_bytes": "bytes that a rank shares in one step of a collective (default 524288)",
@@ -97,13 +99,17 @@ def spin_seconds(hints: Mapping[str, str], size: int) -> float:
     return seconds if size > 1 else 0.0  # no other rank can be late
 
 
-def thread_spin_seconds(hints: Mapping[str, str], spin: float) -> float:
-    """The same for the thread of large transfers, if it is ``spin`` for calls. Raises ``ValueError``.
+def thread_spin_seconds(hints: Mapping[str, str], size: int) -> float:
+    """The same for the thread of large transfers. Raises ``ValueError``.
 
-    With as long a spin as that of calls, 64 MiB take 8 % longer (bench/collectives.py, 2 ranks on 2 cores).
+    With as long a spin as that of calls, 64 MiB take 8 % longer (bench/collectives.py, 2 ranks on 2 cores). With more
+    ranks than cores, a spin takes a core from a rank that computes: communication costs a fifth to a third more in
+    bench/ddp.py (4 ranks on 2 cores), and no transfer is faster.
     """
-    given = "thread_spin_us" in hints and spin
-    return _number("thread_spin_us", hints["thread_spin_us"]) * 1e-6 if given else AWAKE * spin
+    spin = spin_seconds(hints, size)
+    if "thread_spin_us" in hints and spin:
+        return _number("thread_spin_us", hints["thread_spin_us"]) * 1e-6
+    return AWAKE * spin if size <= (os.cpu_count() or 1) else 0.0
 
 
 def yield_seconds(hints: Mapping[str, str]) -> float:

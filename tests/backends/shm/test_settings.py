@@ -25,12 +25,17 @@ def test_defaults() -> None:
         assert str(value) in HINTS[key], f"the text of {key} names another default"
 
 
-def test_the_spin_of_the_thread_follows_that_of_calls() -> None:
-    assert thread_spin_seconds({}, 1e-4) == pytest.approx(4e-4)
-    assert thread_spin_seconds({"thread_spin_us": "20"}, 1e-4) == pytest.approx(2e-5)
-    assert thread_spin_seconds({"thread_spin_us": "20"}, 0.0) == 0.0  # a comm of one rank
+def test_the_spin_of_the_thread_follows_that_of_calls_where_each_rank_has_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    assert thread_spin_seconds({"spin_us": "100"}, 3) == pytest.approx(4e-4)
+    assert thread_spin_seconds({"spin_us": "100"}, 4) == 0.0
+    for size in (3, 4):
+        assert thread_spin_seconds({"thread_spin_us": "20"}, size) == pytest.approx(2e-5)
+    assert thread_spin_seconds({"thread_spin_us": "20"}, 1) == 0.0
     with pytest.raises(ValueError, match="hint 'thread_spin_us' must be an integer from 0"):
-        thread_spin_seconds({"thread_spin_us": "-1"}, 1e-4)
+        thread_spin_seconds({"thread_spin_us": "-1"}, 2)
 
 
 def test_values_are_taken() -> None:
