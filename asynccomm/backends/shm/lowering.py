@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
@@ -21,6 +20,7 @@ from asynccomm.backends.shm.programs import (
 from asynccomm.backends.shm.reduction import Reduction, reduction_for
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.schedule import Lands, exchange, in_place, reducing, schedule, targets_of
+from asynccomm.backends.shm.settings import cores
 from asynccomm.backends.shm.vectors import Operand
 from asynccomm.ops import (
     AllGather,
@@ -162,7 +162,7 @@ def _transfer(executor: Executor, submission: Submission, whole: int) -> Lowered
 
 def _single_copy(size: int, kind: type[Op], nbytes: int) -> bool:
     """Whether a rank lends its tensor, of ``nbytes``, in any memory."""
-    alone = size <= (os.cpu_count() or 1)
+    alone = size <= cores()
     if kind in (AllToAll, AllToAllSingle):
         return nbytes in (_EXCHANGED if alone else _EXCHANGED_ON_SHARED_CORES)
     if kind is AllReduce:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final, Protocol, final
 
+from asynccomm.backends.shm.settings import cores
 from asynccomm.core.per_process import PerProcess
 
 SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread, a short interval multiplies the bandwidth
@@ -240,7 +241,7 @@ def _some_core_is_idle() -> bool:
     """Whether the machine has at least as many cores as runnable threads. Raises: OSError."""
     with open("/proc/loadavg", "rb", buffering=0) as file:
         running = file.read(64).split()[3].partition(b"/")[0]
-    return int(running) <= (os.cpu_count() or 1)
+    return int(running) <= cores()
 
 
 shared_thread: Final = PerProcess(ProgressThread)  #: the thread of this process, which a forked child lacks

@@ -244,17 +244,16 @@ def test_it_goes_where_fewer_workers_are(
 def test_without_an_idle_core_it_stays_if_there_is_a_loop(
     worker: ProgressThread, monkeypatch: pytest.MonkeyPatch, stretch: float, places: list[int]
 ) -> None:
-    cores = os.cpu_count() or 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
     monkeypatch.setattr("asynccomm.backends.shm.progress_thread._current_cpu", lambda: 0)
-    monkeypatch.setattr(os, "cpu_count", lambda: -1)  # whoever asks is running
+    monkeypatch.setattr(module, "cores", lambda: -1)  # whoever asks is running
     script = Script(ProgressResult.OVER, others=[0], stretch=stretch)
     worker.take(script)
     assert script.over.wait(10)
     assert script.places == places
     assert script.failure is None
-    monkeypatch.setattr(os, "cpu_count", lambda: cores + 10_000)
+    monkeypatch.setattr(module, "cores", lambda: 10_000)
     assert _some_core_is_idle()
 
 

@@ -1,6 +1,7 @@
 """Hints of the backend, and how long it looks out for peers."""
 
 import math
+import os
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from asynccomm.backends.shm.settings import (
     SPIN_SECONDS,
     YIELD_SECONDS,
     Settings,
+    cores,
     spin_seconds,
     thread_spin_seconds,
     yield_seconds,
@@ -25,10 +27,17 @@ def test_defaults() -> None:
         assert str(value) in HINTS[key], f"the text of {key} names another default"
 
 
+def test_the_number_of_cores_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = cores()
+    assert known == os.cpu_count()
+    monkeypatch.setattr("os.cpu_count", lambda: known + 1)
+    assert cores() == known
+
+
 def test_the_spin_of_the_thread_follows_that_of_calls_where_each_rank_has_a_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr("asynccomm.backends.shm.settings.cores", lambda: 3)
     assert thread_spin_seconds({"spin_us": "100"}, 3) == pytest.approx(4e-4)
     assert thread_spin_seconds({"spin_us": "100"}, 4) == 0.0
     for size in (3, 4):

@@ -329,7 +329,7 @@ def test_a_withdrawn_tensor_fails_its_reader(any_size: None) -> None:
 def test_the_collectives_that_gain(
     kind: Any, nbytes: int, ranks: int, lends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(lowering, "cores", lambda: 2)
     assert lowering._single_copy(ranks, kind, nbytes) == lends
 
 
@@ -344,7 +344,7 @@ def lent(comm: Comm) -> bool:
 
 
 def many_cores(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(os, "cpu_count", lambda: 64)
+    patch.setattr(lowering, "cores", lambda: 64)
 
 
 @needs_reading
