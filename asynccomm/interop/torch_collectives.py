@@ -283,10 +283,7 @@ class TorchCollectives:
                 raise error
             finally:
                 del error, ours  # the traceback has this frame
-        parts = [part for work in works for part in work.parts]
-        finishes = [work.finish for work in works if work.finish is not None]
-        result = [tensor for work in works for tensor in work.tensors()]
-        return self._handed(TorchWork(parts, result, (lambda: [call() for call in finishes]) if finishes else None))
+        return self._handed(TorchWork.joined(works))
 
     # -- the group ----------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,8 @@ class TorchWork(dist.Work):
     Args:
         parts: our Works of the call.
         result: the future's value: torch's list of output tensors, or list of lists.
-        finish: function that assembles the result; called once, after all parts and before the TorchWork is done.
+        finish: function that assembles the result; called once, after all parts and before the TorchWork is done. The
+            attribute is None from then on.
     """
 
     def __init__(
@@ -58,12 +59,26 @@ class TorchWork(dist.Work):
         self.parts: Sequence[Work[Any]] = parts
         self._result = result
         self.finish = finish
-        self._unfinished = finish is not None
         self._failure: Exception | None = None  # of ``finish``
         self._future: torch.futures.Future[Any] | None = None
         if finish is not None:  # so finish also runs if no thread waits
             for part in parts:
                 part.listen(lambda: on_a_thread(self.is_completed) if _done(parts) else None)
+
+    @classmethod
+    def joined(cls, works: Sequence[TorchWork]) -> TorchWork:
+        """One TorchWork that is done when all ``works`` are."""
+        parts = [part for work in works for part in work.parts]
+        result = [tensor for work in works for tensor in work.tensors()]
+        assembled = [work for work in works if work.finish is not None or work._failure is not None]
+
+        def finish() -> None:
+            for work in assembled:  # all of them, also after one that fails
+                work._put_together()
+            for work in assembled:
+                work.wait()
+
+        return cls(parts, result, finish if assembled else None)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -91,20 +106,20 @@ class TorchWork(dist.Work):
                     if isinstance(exc, AsyncCommError):
                         raise
                     raise RuntimeError(f"Timed out: {exc}") from None  # the error that programs expect of torch
-        if self._unfinished:
-            self._put_together()
+        self._put_together()
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # the traceback has frames with this Work, and would grow
 
     def _put_together(self) -> None:
+        if self.finish is None:
+            return
         with _making:
             if self.finish is not None:
-                finish, self.finish = self.finish, None
                 try:
-                    finish()
+                    self.finish()
                 except Exception as exc:
                     self._failure = exc.with_traceback(None)
-                self._unfinished = False
+                self.finish = None  # only now, as other threads take this for the end
 
     def synchronize(self) -> None:
         self.wait()
@@ -117,7 +132,7 @@ class TorchWork(dist.Work):
     def is_completed(self) -> bool:
         if not _done(self.parts):
             return False
-        if self._unfinished and self.exception() is None:
+        if self.finish is not None and self.exception() is None:
             self._put_together()
         return True
 

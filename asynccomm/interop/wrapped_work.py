@@ -139,15 +139,8 @@ class _Awaited(Outcome):
             self._wait_on_a_thread([], self._gpus)
 
     def _take_ours(self, work: TorchWork) -> None:
-        try:
-            if not work.is_completed():
-                return
-            for part in work.parts:
-                part.result()
-        except Exception as exc:
-            self._settle([], exc)
-        else:
-            self._settle(work.tensors())
+        if work.is_completed():
+            self._settle(work.tensors(), work.exception())
 
     def _take_future(self, *, wait: bool) -> None:
         """Settle from the completed future. For GPU tensors the Work must be done; else a thread waits, if ``wait``."""

@@ -404,6 +404,35 @@ async def test_a_sparse_tensor_that_other_operations_write() -> None:
         assert sparse.to_dense().tolist() == [[0, 0], [6, 6], [6, 6], [0, 0], [6, 6]]
 
 
+@pytest.mark.ranks(2)
+async def test_coalesced_sparse_tensors_belong_to_the_caller_after_the_wait() -> None:
+    with world() as group:
+        for _ in range(20):
+            sparse = torch.eye(100).to_sparse()
+            group._start_coalescing(torch.device("cpu"))
+            group.allreduce([sparse])
+            group._end_coalescing(torch.device("cpu")).wait()
+            assert sparse.to_dense().sum().item() == 200
+            sparse.zero_()
+            dist.barrier()
+            assert sparse.to_dense().count_nonzero().item() == 0
+
+
+@pytest.mark.ranks(2)
+async def test_coalesced_sparse_tensors_of_different_shapes() -> None:
+    with world() as group:
+        wrong, right = torch.eye(3 + group.rank()).to_sparse(), torch.eye(2).to_sparse()
+        group._start_coalescing(torch.device("cpu"))
+        group.allreduce([wrong])
+        group.allreduce([right])
+        work = group._end_coalescing(torch.device("cpu"))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="tensor must have the same shape"):
+                work.wait()
+        assert not work.is_success()
+        assert right.to_dense().sum().item() == 4
+
+
 def broadcast_options() -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = 0

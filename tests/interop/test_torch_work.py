@@ -130,6 +130,34 @@ async def test_what_is_put_together_is_so_once_before_anybody_sees_it() -> None:
         assert calls == [1]
 
 
+async def test_joined_works_are_put_together_once() -> None:
+    async with loopback_world(2) as comms:
+        calls: list[int] = []
+
+        def fail() -> None:
+            calls.append(2)
+            raise ValueError("second")
+
+        parts = [comms[0].all_reduce(torch.ones(2)) for _ in range(4)]
+        plain = TorchWork(parts[:1], [])
+        works = [TorchWork([part], [], lambda: calls.append(1)) for part in parts[1::2]]
+        works.insert(1, TorchWork([parts[2]], [], fail))
+        joined = TorchWork.joined([plain, *works])
+        assert not joined.is_completed()
+        for _ in parts:
+            comms[1].all_reduce(torch.ones(2))
+        for part in parts:
+            await part
+        assert joined.is_completed()
+        assert sorted(calls) == [1, 1, 2]
+        for work in (joined, TorchWork.joined(works)):
+            assert work.is_completed()
+            assert str(work.exception()) == "second"
+        assert [work.is_completed() for work in works] == [True] * 3
+        assert sorted(calls) == [1, 1, 2]
+        assert TorchWork.joined([plain]).finish is None
+
+
 async def test_it_is_put_together_though_nobody_asks() -> None:
     async with loopback_world(1) as [comm]:
         calls: list[int] = []

@@ -218,6 +218,20 @@ async def test_what_is_put_together_from_several_works_of_ours() -> None:
         assert output.to_dense().tolist() == [1, 1, 0]
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+async def test_what_cannot_be_put_together_is_an_error() -> None:
+    with world("asynccomm") as group:
+        for late in (False, True):
+            work = dist.all_reduce(torch.eye(4 + group.rank()).to_sparse(), async_op=True)
+            if late:
+                with pytest.raises(ValueError, match="tensor must have the same shape"):
+                    work.wait()
+            for _ in range(2):
+                with pytest.raises(ValueError, match="tensor must have the same shape"):
+                    await WrappedWork([work])
+
+
 class Own(dist.Work):
     """A Work in Python, as other libraries have them."""
 
