@@ -82,9 +82,9 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def _writing(self, method: str) -> WritingEnd:
+    def _writing(self) -> WritingEnd:
         if not isinstance(self._end, WritingEnd):
-            raise RuntimeError(f"{method}() is for writers, and this process reads the queue")
+            raise RuntimeError("this process reads the queue: putting items and waiting for readers are for writers")
         return self._end
 
     async def put(self, item: object) -> None:
@@ -99,7 +99,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         Raises: TypeError if ``item`` cannot be sent; PeerLostError, ParticipantLostError for a lost reader;
             ClosedError, BrokenError.
         """
-        end = self._writing("put")
+        end = self._writing()
         if not end.put_short(item) and not end.put_bytes(item):
             put = end.put(end.encode(item))
             if not put.done:
@@ -112,7 +112,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
         Raises: ValueError if ``item`` is larger than the ring, and the errors of :meth:`put`.
         """
-        end = self._writing("put_nowait")
+        end = self._writing()
         if not (end.put_short(item) or end.put_bytes(item) or end.put_now(item)):
             raise asyncio.QueueFull
 
@@ -124,7 +124,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
         Raises: WouldBlockError on a thread with a running loop; the errors of :meth:`put`.
         """
-        end = self._writing("put_sync")
+        end = self._writing()
         limit = seconds("timeout", timeout, math.inf)
         put = None
 
@@ -134,7 +134,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
                 put = end.put(end.encode(item))
             return end.finished(put)()
 
-        end.waiters.block(attempt, limit, "put")
+        end.waiters.block(attempt, limit, "the item was not written to the ring")
 
     async def wait_readers(self, count: SupportsIndex = 1) -> None:
         """Wait until the queue has ``count`` readers: those that attach later get only the items from then on.
@@ -144,13 +144,13 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         number = as_index(count)
         if number is None or number < 0:
             raise ValueError(f"count must be an integer, and not negative, got {count!r}")
-        await self._writing("wait_readers").arrived(number)
+        await self._writing().arrived(number)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def _reading(self, method: str) -> ReadingEnd:
+    def _reading(self) -> ReadingEnd:
         if not isinstance(self._end, ReadingEnd):
-            raise RuntimeError(f"{method}() is for readers, and this process writes to the queue")
+            raise RuntimeError("this process writes to the queue: getting items is for readers")
         return self._end
 
     async def get(self) -> Any:
@@ -160,7 +160,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
             goes on with the item after it; PeerLostError, ParticipantLostError for a lost writer, after its last
             acknowledged item; ClosedError, BrokenError.
         """
-        end = self._reading("get")
+        end = self._reading()
         if end.waiters.streak.should_yield():
             await asyncio.sleep(0)
         found = end.ready() or end.next()
@@ -170,7 +170,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
     def get_nowait(self) -> Any:
         """The next item, or ``asyncio.QueueEmpty``. From any thread. Raises: the errors of :meth:`get`."""
-        found = self._reading("get_nowait").next()
+        found = self._reading().next()
         if found is None:
             raise asyncio.QueueEmpty
         return found[0]
@@ -180,7 +180,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
         An item that cannot be read ends the batch; the next call raises its PayloadError.
         """
-        end = self._reading("get_many")
+        end = self._reading()
         most = as_index(limit)
         if most is None or most < 1:
             raise ValueError(f"limit must be a positive integer, got {limit!r}")
@@ -194,15 +194,15 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         Raises: TimeoutError after ``timeout`` seconds; WouldBlockError on a thread with a running loop; the errors of
             :meth:`get`.
         """
-        end = self._reading("get_sync")
-        return end.waiters.block(end.next, seconds("timeout", timeout, math.inf), "get")[0]
+        end = self._reading()
+        return end.waiters.block(end.next, seconds("timeout", timeout, math.inf), "no item came")[0]
 
     def __aiter__(self) -> Self:
         return self
 
     def __anext__(self) -> Awaitable[Any]:
         """The next item, until the writers have closed the queue. Cancelling and other errors as in :meth:`get`."""
-        return self._reading("get").item()
+        return self._reading().item()
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

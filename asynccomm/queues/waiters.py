@@ -75,13 +75,18 @@ class Waiters:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
 
-    def block(self, attempt: Callable[[], T | None], timeout: float, name: str) -> T:
+    def block(self, attempt: Callable[[], T | None], timeout: float, late: str) -> T:
         """As :meth:`wait`, on a thread without a running loop, while the loop runs in another thread.
+
+        Faces call the methods by other names, so that no error names a method.
+
+        Args:
+            late: text of the TimeoutError, followed by the time.
 
         Raises: WouldBlockError; TimeoutError after ``timeout`` seconds.
         """
         if asyncio._get_running_loop() is not None:
-            raise WouldBlockError(f"{name}_sync() would block the event loop of this thread: use `await {name}()`")
+            raise WouldBlockError("the call would block the event loop of this thread: await a queue of that loop")
         end = time.monotonic() + timeout
         while (result := attempt()) is None:
             event = threading.Event()
@@ -91,7 +96,7 @@ class Waiters:
                     event.set()
                 left = end - time.monotonic()
                 if left <= 0 or not event.wait(min(left, threading.TIMEOUT_MAX)):
-                    raise TimeoutError(f"{name}_sync() was not done within {timeout:g} s")
+                    raise TimeoutError(f"{late} within {timeout:g} s")
             except BaseException:
                 self._remove(event.set)
                 self._abandon()

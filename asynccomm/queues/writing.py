@@ -170,7 +170,7 @@ class WritingEnd:
         outgoing = self.encode(item)
         need = outgoing.frames(self._most)
         if need > self._ring:
-            raise ValueError(f"item must fit into the ring of {self._ring} bytes: await put(), got {outgoing.total}")
+            raise ValueError(f"item must fit into the ring of {self._ring} bytes: use put(), got {outgoing.total}")
         with self._lock:
             self.check()
             room = self._ring - max((self._behind(slot) for slot in self.targets), default=0)

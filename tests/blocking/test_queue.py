@@ -81,6 +81,24 @@ async def test_attaching_without_a_comm_ends_with_its_loop() -> None:
         await until(lambda: not [thread for thread in threading.enumerate() if "portal" in thread.name])
 
 
+async def test_errors_name_no_method_of_the_awaitable_queue() -> None:
+    async with hosted() as (_, queue):
+
+        def read() -> list[str]:
+            with blocking.attach_queue(queue.handle, timeout=20) as reader:
+                texts = []
+                for call in (lambda: reader.get(0.01), lambda: reader.put(1), lambda: reader.put_nowait(1)):
+                    with pytest.raises((TimeoutError, RuntimeError)) as caught:
+                        call()
+                    texts.append(str(caught.value))
+                return texts
+
+        texts = await asyncio.to_thread(read)
+        assert texts[0] == "no item came within 0.01 s"
+        assert texts[1] == texts[2]
+        assert "for writers" in texts[1]
+
+
 async def test_leaving_at_once_fails_the_readers() -> None:
     async with hosted(writes=False) as (_, queue):
 

@@ -12,6 +12,7 @@ from asynccomm.compat.either import at_once, outcome
 from asynccomm.compat.renamed import Renamed
 from asynccomm.compat.vllm.collectives import GroupCollectives
 from asynccomm.ops.experts import Dispatched
+from asynccomm.ops.validation import check_is_tensor
 
 # by group and kind: the tokens of each rank in the latest dispatch of this task or thread; empty until it has ended
 _latest: Final[ContextVar[Mapping[tuple[str, bool], list[int]]]] = ContextVar("latest dispatch")
@@ -82,6 +83,12 @@ class GroupExperts(GroupCollectives):
             raise RuntimeError(
                 f"combine(..., is_sequence_parallel={is_sequence_parallel}) is the inverse of such a dispatch(), of "
                 f"which none has ended in this task or thread, in group {group.unique_name!r}"
+            )
+        check_is_tensor("hidden_states", hidden_states)
+        if not hidden_states.dim() or len(hidden_states) != sum(sizes):
+            raise ValueError(
+                f"hidden_states must have one row for each of the {sum(sizes)} tokens of the latest dispatch(), got "
+                f"{tuple(hidden_states.shape)}"
             )
         method = group._on_device().comm.reduce_scatter_v
         return group._start(_HIDDEN, method, None, hidden_states, sizes, dim=0)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 from asynccomm.blocking.portal import made
 from asynccomm.blocking.queue import BlockingQueue, attach_queue
 from asynccomm.compat.either import at_once
+from asynccomm.compat.renamed import Renamed
 from asynccomm.core.handles import Handle
 from asynccomm.options import seconds
 from asynccomm.queues.attaching import attach_queue as attach_awaitable
 from asynccomm.queues.queue import MessageQueue as AwaitableQueue
 
 CAPACITY = 6 << 22  # bytes of a ring: vLLM's six chunks of 4 MiB
+_OBJ: Final = Renamed({"item": "obj"})
 
 
 @final
@@ -83,11 +85,13 @@ class MessageQueue(Handle):
             errors of ``asynccomm.MessageQueue.put``. Cancelling is safe, as the end of ``timeout``.
         """
         if asyncio._get_running_loop() is None:
-            return self.queue.put_sync(obj, timeout)
+            with _OBJ:
+                return self.queue.put_sync(obj, timeout)
 
         async def put() -> None:
-            async with asyncio.timeout(_limit(timeout)):
-                await self.queue.put(obj)
+            with _OBJ:
+                async with asyncio.timeout(_limit(timeout)):
+                    await self.queue.put(obj)
 
         return made(self._loop, put)
 

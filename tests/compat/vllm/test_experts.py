@@ -28,8 +28,12 @@ async def test_tokens_of_all_ranks_and_back(comm: Comm) -> None:
         assert group.combine(everything * (rank == 0)).equal(hidden)
         *_, extras = group.dispatch(hidden, logits, True, [logits.int(), hidden])
         assert (extras[0].dtype, extras[1].tolist()) == (torch.int32, everything.tolist())
-        with pytest.raises(ValueError, match="sizes"):
-            group.combine(everything[1:])
+        for wrong in (everything[1:], torch.ones(())):
+            with pytest.raises(ValueError, match="hidden_states must have one row for each of the 3 tokens") as caught:
+                group.combine(wrong)
+            assert str(tuple(wrong.shape)) in str(caught.value)
+        with pytest.raises(TypeError, match="hidden_states must be a torch"):
+            group.combine(None)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="router_logits"):
             group.dispatch(hidden, torch.ones(7, 1))
         with pytest.raises(TypeError, match="is_sequence_parallel must be True or False"):

@@ -37,6 +37,11 @@ async def test_ends_time_limits_and_roles() -> None:
         await waiting
         with pytest.raises(RuntimeError, match="for readers"):
             await writer.dequeue()
+        for put in (writer.enqueue, writer.broadcast_object):
+            with pytest.raises(TypeError, match="obj cannot be sent"):
+                await put(object())
+            with pytest.raises(TypeError, match="obj cannot be sent"):
+                await asyncio.to_thread(put, object())
         await asyncio.to_thread(writer.enqueue, "by a thread", 20)
         assert await asyncio.to_thread(writer.broadcast_object, "last") == "last"
         assert await first.dequeue() == "by a thread"
