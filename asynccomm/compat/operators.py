@@ -19,6 +19,10 @@ too, so that all ranks run the backward pass, or none:
 | reduce           | broadcast from the root                |
 
 The reductions SUM and AVG have gradients, and the others raise NotImplementedError in the backward pass.
+
+There are no forward-mode derivatives: an ``input`` with a tangent of ``dual_level`` is refused with
+NotImplementedError. ``torch.func`` hides its tangents from operators, and takes their results for constants: functions
+that call operators check their arguments themselves.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from torch import Tensor
 
 from asynccomm.errors import WouldBlockError
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.validation import check_no_tangent
 
 
 class OperatorGroup(Protocol):
@@ -77,7 +82,9 @@ def group_called(name: str) -> OperatorGroup:
     return group
 
 
-def _blocking(name: str) -> OperatorGroup:
+def _blocking(name: str, input: Tensor) -> OperatorGroup:
+    """The group called ``name``, for an operation on ``input``."""
+    check_no_tangent("input", input)
     if asyncio._get_running_loop() is not None:
         raise WouldBlockError(
             f"an operator of group {name!r} would block the event loop of this thread: run the model in another thread"
@@ -102,27 +109,27 @@ def _like(input: Tensor) -> Tensor:
 def all_reduce(input: Tensor, group_name: str, op: str = "SUM") -> Tensor:
     """The ranks' ``input``, combined by the reduction ``op``."""
     out = _like(input)
-    _blocking(group_name)._operate("all_reduce", input, _reduction(op), out=out)
+    _blocking(group_name, input)._operate("all_reduce", input, _reduction(op), out=out)
     return out
 
 
 @torch.library.custom_op("asynccomm::all_gather", mutates_args=())
 def all_gather(input: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
     """All ranks' ``input``, concatenated along ``dim``."""
-    return _blocking(group_name)._operate("all_gather_single", None, input, dim)  # type: ignore[no-any-return]
+    return _blocking(group_name, input)._operate("all_gather_single", None, input, dim)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("asynccomm::reduce_scatter", mutates_args=())
 def reduce_scatter(input: Tensor, dim: int, world_size: int, group_name: str, op: str = "SUM") -> Tensor:
     """This rank's chunk along ``dim`` of the ranks' ``input``, combined by the reduction ``op``."""
-    group = _blocking(group_name)
+    group = _blocking(group_name, input)
     return group._operate("reduce_scatter_single", None, input, _reduction(op), dim)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("asynccomm::all_to_all", mutates_args=())
 def all_to_all(input: Tensor, group_name: str) -> Tensor:
     """Chunk r of dim 0 of ``input`` goes to rank r; the result has the chunks of all ranks, in rank order."""
-    return _blocking(group_name)._operate("all_to_all_single", _like(input), input)  # type: ignore[no-any-return]
+    return _blocking(group_name, input)._operate("all_to_all_single", _like(input), input)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("asynccomm::all_to_all_v", mutates_args=())
@@ -132,7 +139,7 @@ def all_to_all_v(
     """``input_split_sizes[r]`` rows of ``input`` go to each rank r, ``output_split_sizes[s]`` come from each rank s."""
     out = input.new_empty((sum(output_split_sizes), *input.shape[1:]))
     splits = list(output_split_sizes), list(input_split_sizes)
-    _blocking(group_name)._operate("all_to_all_v_single", out, input, *splits)
+    _blocking(group_name, input)._operate("all_to_all_v_single", out, input, *splits)
     return out
 
 
@@ -140,7 +147,7 @@ def all_to_all_v(
 def broadcast(input: Tensor, root: int, group_name: str) -> Tensor:
     """The ``input`` of rank ``root``, on all ranks; the other ranks' must have its shape and dtype."""
     copy = input.clone(memory_format=torch.contiguous_format)
-    _blocking(group_name)._operate("broadcast", copy, root)
+    _blocking(group_name, input)._operate("broadcast", copy, root)
     return copy
 
 
@@ -148,7 +155,7 @@ def broadcast(input: Tensor, root: int, group_name: str) -> Tensor:
 def reduce(input: Tensor, root: int, world_size: int, group_name: str, op: str = "SUM") -> Tensor:
     """The ranks' ``input``, combined by the reduction ``op``, on rank ``root``; zeros on the other ranks."""
     copy = input.clone(memory_format=torch.contiguous_format)
-    at_root = _blocking(group_name)._operate("reduce", copy, root, _reduction(op)) is not None
+    at_root = _blocking(group_name, input)._operate("reduce", copy, root, _reduction(op)) is not None
     return copy if at_root else copy.zero_()
 
 

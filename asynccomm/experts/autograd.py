@@ -23,7 +23,7 @@ from asynccomm.errors import WouldBlockError
 from asynccomm.ops import Call, experts
 from asynccomm.ops.experts import Dispatched, Path
 from asynccomm.ops.routing import ExpertPlacement, Routing
-from asynccomm.ops.validation import as_list
+from asynccomm.ops.validation import as_list, check_no_tangent
 
 T = TypeVar("T")
 
@@ -51,14 +51,17 @@ def dispatch(
         timeout, tag: also of the backward pass's operations.
 
     Returns: Work of a ``Dispatched``; its tensors are part of the graph.
-    Raises: as :meth:`Comm.dispatch`.
+    Raises: as :meth:`Comm.dispatch`; NotImplementedError for a tensor with a forward-mode derivative.
     """
     check_comm(comm)
+    given = {"hidden": hidden, **{f"extras[{i}]": tensor for i, tensor in enumerate(as_list("extras", extras))}}
+    if isinstance(routing, Routing) and routing.weights is not None:
+        given["weights"] = routing.weights
+    for name, tensor in given.items():
+        check_no_tangent(name, tensor)
     if not torch.is_grad_enabled():
         return comm.dispatch(hidden, routing, extras, sizes, timeout=timeout, tag=tag)
-    inputs = [hidden, *as_list("extras", extras)]
-    if isinstance(routing, Routing) and routing.weights is not None:
-        inputs.append(routing.weights)
+    inputs = list(given.values())
     travels = GradientTravel(comm, timeout, tag)
     numbers = [i for i, each in enumerate(inputs) if _differentiable(each) and (i == 0 or each.requires_grad)]
 
@@ -87,9 +90,10 @@ def combine(
         sent: the result of :func:`dispatch` on ``comm``.
         timeout, tag: also of the backward pass's operation.
 
-    Raises: as :meth:`Comm.combine`.
+    Raises: as :meth:`Comm.combine`; NotImplementedError for rows with a forward-mode derivative.
     """
     check_comm(comm)
+    check_no_tangent("rows", rows)
     if not torch.is_grad_enabled():
         return comm.combine(rows, sent, timeout=timeout, tag=tag)
     experts.check_rows(comm._group, rows, sent)

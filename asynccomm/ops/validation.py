@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from asynccomm.ops.dtypes import COMPLEX, REAL, UNCOPIED, in_reals
 from asynccomm.ops.reduce_op import ReduceOp
@@ -63,6 +64,21 @@ def check_tensor(
         raise ValueError(
             f"{_named(name, key)} overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}) and cannot "
             f"be written; pass a clone"
+        )
+
+
+def check_no_tangent(name: str, tensor: object) -> None:
+    """Raise NotImplementedError for a tensor with a tangent, which an operation would drop, or one of torch.func."""
+    if not isinstance(tensor, Tensor):
+        return
+    if torch.compiler.is_compiling() and forward_ad._current_level < 0:
+        return  # the lines below would split a compiled graph
+    tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    # within one torch.func.jvp, the tensors of another one around it hide their tangents
+    if tangent is not None or torch._C._functorch.is_gradtrackingtensor(tensor):
+        raise NotImplementedError(
+            f"{name} must not be differentiated in forward mode or by torch.func: the operation has derivatives in "
+            "backward passes alone"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from asynccomm import WouldBlockError
 from asynccomm.compat import operators
@@ -89,6 +90,17 @@ def test_reductions_without_a_gradient_are_refused_in_the_backward_pass() -> Non
         with pytest.raises(NotImplementedError, match=r"gradients for op SUM and AVG, got (MAX|MIN|PRODUCT)"):
             result.sum().backward()
     assert tensor.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # of torch's own forward mode
+def test_tangents_are_refused() -> None:
+    name, group = operators.unique_name("tangents"), Group()
+    operators.register(name, group)
+    with forward_ad.dual_level():
+        tensor = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(NotImplementedError, match="input must not be differentiated in forward mode"):
+            torch.ops.asynccomm.all_reduce(tensor, name)
+        assert torch.ops.asynccomm.all_reduce(torch.ones(2), name).tolist() == [2, 2]
 
 
 @pytest.mark.exhaustive

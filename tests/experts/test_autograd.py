@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from asynccomm import CollectiveMismatchError, Comm, PayloadError, Routing, WouldBlockError, experts
 from asynccomm.testing import loopback_world
@@ -209,3 +211,24 @@ async def test_arguments_are_checked_at_the_call() -> None:
         with pytest.raises(ValueError, match=r"placement\[0\] must be a rank in \[0, 1\), got 1"):
             experts.local_experts(comm, 1, [1])
         assert experts.local_experts(comm, 3) == (0, 1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # of torch's own forward mode
+@pytest.mark.parametrize("grad", [True, False])
+async def test_derivatives_in_forward_mode_are_refused_before_anything_is_sent(grad: bool) -> None:
+    async with loopback_world(1) as (comm,):
+        plain, ids = torch.ones(3, 2), torch.zeros(3, 1, dtype=torch.int64)
+        sent = await experts.dispatch(comm, plain)
+        with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+            dual = forward_ad.make_dual(plain, plain)
+            weighted = Routing(ids, 1, dual[:, :1])
+            calls: list[tuple[str, Callable[[], Any]]] = [
+                ("hidden", lambda: experts.dispatch(comm, dual)),
+                (r"extras\[1\]", lambda: experts.dispatch(comm, plain, extras=[plain, dual])),
+                ("weights", lambda: experts.dispatch(comm, plain, weighted)),
+                ("rows", lambda: experts.combine(comm, dual, sent)),
+            ]
+            for name, call in calls:
+                with pytest.raises(NotImplementedError, match=f"{name} must not be differentiated in forward mode"):
+                    call()
+        assert comm.statistics().submitted == 1

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedParameter
 
 from asynccomm.ops import Recv, Send
@@ -33,6 +34,7 @@ from asynccomm.ops.validation import (
     check_dtype,
     check_label,
     check_memory,
+    check_no_tangent,
     check_pair,
     counts_of,
     divided,
@@ -150,6 +152,30 @@ def test_within_a_transformation_of_torch_func() -> None:
         return tensor.sum()
 
     torch.func.grad(use)(torch.zeros(3))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # of torch's own forward mode
+def test_tangents() -> None:
+    plain = torch.ones(2)
+    check_no_tangent("given", None)
+    check_no_tangent("given", plain)
+    text = "given must not be differentiated in forward mode or by torch.func"
+
+    def refused(tensor: Tensor) -> Tensor:
+        with pytest.raises(NotImplementedError, match=text):
+            check_no_tangent("given", tensor)
+        return tensor
+
+    def refused_in_another(tensor: Tensor) -> Tensor:
+        return cast(Tensor, torch.func.jvp(lambda other: refused(tensor) * other, (plain,), (plain,))[1])
+
+    with forward_ad.dual_level():
+        check_no_tangent("given", plain)
+        refused(forward_ad.make_dual(plain, plain))
+    for transformed in (refused, refused_in_another):
+        torch.func.jvp(transformed, (plain,), (plain,))
+    torch.func.jacfwd(refused)(plain)
+    torch.func.grad(lambda tensor: refused(tensor).sum())(plain)
 
 
 def test_memory_of_views() -> None:

@@ -6,7 +6,8 @@
 
 The functions block the thread. They have gradients: of reductions, for SUM, AVG and PREMUL_SUM. ``op`` may be any
 reduction; with PREMUL_SUM, the product of the tensor and the factor has the dtype of the tensor, and the factor has a
-gradient, too. Raises: the errors of the comm's methods; WouldBlockError in a coroutine.
+gradient, too. Raises: the errors of the comm's methods; WouldBlockError in a coroutine; NotImplementedError for a
+tensor with a forward-mode derivative.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from asynccomm.compat.torchcomms.comm import TorchComm
 from asynccomm.compat.torchcomms.errors import RefusedError
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp, ReduceOpLike
-from asynccomm.ops.validation import as_index, check_is_tensor, check_sizes
+from asynccomm.ops.validation import as_index, check_is_tensor, check_no_tangent, check_sizes
 
 
 def _check(comm: object, name: str, tensor: object) -> None:
@@ -28,6 +29,7 @@ def _check(comm: object, name: str, tensor: object) -> None:
     check_is_tensor(name, tensor)
     if tensor.layout is not torch.strided:  # type: ignore[attr-defined]
         raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")  # type: ignore[attr-defined]
+    check_no_tangent(name, tensor)
 
 
 def _check_root(comm: TorchComm, root: object) -> None:
@@ -55,6 +57,7 @@ def _prepared(tensor: Tensor, op: ReduceOpLike) -> tuple[Tensor, str]:
     factor = reduction.factor
     assert factor is not None
     if isinstance(factor, Tensor):
+        check_no_tangent("the factor of op", factor)
         factor = factor.reshape(()).to(tensor.device)
     return (tensor * factor).to(tensor.dtype), "SUM"
 

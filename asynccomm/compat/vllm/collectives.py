@@ -13,7 +13,7 @@ from asynccomm.compat.either import EitherComm, at_once, outcome, same
 from asynccomm.compat.renamed import Renamed
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
-from asynccomm.ops.validation import as_index, check_dim, check_is_tensor
+from asynccomm.ops.validation import as_index, check_dim, check_is_tensor, check_no_tangent
 
 _NAMES: Final = dict.fromkeys(("tensor", "input", "inputs"), "input_")
 INPUT: Final = Renamed(_NAMES)
@@ -41,13 +41,25 @@ class GroupCollectives(Handle):
             work = self._on_device().call(method, *args, **options)
         return outcome(work, same)
 
+    def _is_traced(self, input_: Tensor) -> bool:
+        """Whether the call is to be an operator: in a compiled function, or if autograd records calls that block.
+
+        Raises: NotImplementedError for a tensor with a forward-mode derivative, unless it is the result.
+        """
+        if self.world_size > 1:
+            check_no_tangent("input_", input_)
+        if torch.compiler.is_compiling():
+            return True
+        check_is_tensor("input_", input_)
+        return input_.requires_grad and torch.is_grad_enabled() and asyncio._get_running_loop() is None
+
     def all_reduce(self, input_: Tensor) -> Any:
         """The sum of all ranks' ``input_``, in a new tensor; in a group of one rank ``input_`` itself.
 
         In a compiled function, and where ``input_`` needs a gradient, this is the operator
         ``torch.ops.asynccomm.all_reduce``, by the group's name. Awaited, it has no gradient.
         """
-        if _is_traced(input_):
+        if self._is_traced(input_):
             return input_ if self.world_size == 1 else torch.ops.asynccomm.all_reduce(input_, self.unique_name)
         return at_once(input_) if self.world_size == 1 else self._all_reduce_out_place(input_)
 
@@ -57,7 +69,7 @@ class GroupCollectives(Handle):
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Any:
         """All ranks' ``input_``, concatenated along ``dim``; in a group of one rank ``input_`` itself."""
-        if _is_traced(input_):
+        if self._is_traced(input_):
             if self.world_size == 1:
                 return input_
             return torch.ops.asynccomm.all_gather(input_, dim, self.world_size, self.unique_name)
@@ -85,7 +97,7 @@ class GroupCollectives(Handle):
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Any:
         """This rank's chunk along ``dim`` of the sum; in a group of one rank ``input_`` itself."""
-        if _is_traced(input_):
+        if self._is_traced(input_):
             if self.world_size == 1:
                 return input_
             return torch.ops.asynccomm.reduce_scatter(input_, dim, self.world_size, self.unique_name)
@@ -134,14 +146,6 @@ class GroupCollectives(Handle):
             raise TypeError(f"{name} must be a rank (an integer), got {rank!r}")
         if rank == self.rank_in_group:
             raise ValueError(f"{name} must be another rank than this one, {rank}")
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    """Whether the call is to be an operator: in a compiled function, or if autograd records calls that block."""
-    if torch.compiler.is_compiling():
-        return True
-    check_is_tensor("input_", tensor)
-    return tensor.requires_grad and torch.is_grad_enabled() and asyncio._get_running_loop() is None
 
 
 def _nothing(_: object) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from asynccomm import Comm
 from asynccomm.compat import torchcomms
@@ -191,6 +193,35 @@ async def test_gradients_are_those_of_the_whole(comm: Comm) -> None:
         functional.all_reduce(main, torch.ones(2), ReduceOp.PREMUL_SUM(factor)).sum().backward()
         assert factor.grad is not None
         assert factor.grad.item() == 2 * SIZE
+        main.finalize()
+
+    await asyncio.to_thread(program)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # of torch's own forward mode
+@pytest.mark.ranks(SIZE)
+async def test_derivatives_in_forward_mode_are_refused_before_anything_is_sent(comm: Comm) -> None:
+    def program() -> None:
+        main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "tangents")
+        x, tangent = torch.ones(6, 2), torch.full((6, 2), 3.0)
+        text = "(tensor|input|each item of input_list) must not be differentiated in forward mode"
+        for name, (here, _) in CASES.items():
+            with pytest.raises(NotImplementedError, match=text):
+                torch.func.jvp(partial(here, main), (x,), (tangent,))
+            with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=text):
+                here(main, forward_ad.make_dual(x, tangent))
+            if name in COMPILED:
+                fast = torch.compile(
+                    lambda x, here=here: torch.func.jvp(partial(here, main), (x,), (x,)), backend="eager"
+                )
+                with pytest.raises(NotImplementedError, match=text):
+                    fast(x)
+                with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="must not be differentiated"):
+                    torch.compile(here, backend="aot_eager")(main, forward_ad.make_dual(x, tangent))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="the factor of op must not be"):
+            factor = forward_ad.make_dual(torch.tensor(2.0), torch.tensor(1.0))
+            functional.all_reduce(main, x, ReduceOp.PREMUL_SUM(factor))
+        assert functional.all_reduce(main, x).eq(SIZE).all()  # nothing was sent before
         main.finalize()
 
     await asyncio.to_thread(program)

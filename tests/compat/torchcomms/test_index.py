@@ -17,6 +17,7 @@ MAKING: Final = "comm::test_a_comm_without_a_loop comm::test_a_comm_in_a_corouti
 OBJECTS: Final = "objcol::test_the_documents_examples objcol::test_lists_are_filled_by_awaiting"
 WINDOWS: Final = "window::test_windows_without_a_loop window::test_windows_awaited window::test_the_documents_example"
 CLOG: Final = "clog::test_signatures_and_progress clog::test_a_signature_of_each_operation"
+FORWARD: Final = "functional::test_derivatives_in_forward_mode_are_refused_before_anything_is_sent"
 
 SHOWN: Final = {
     "T1 new_comm": MAKING,
@@ -91,6 +92,7 @@ ROWS: Final = {
     "`hooks.clog(output, events, verbose)`": CLOG,
     "`functional`": SHOWN["newer: functional"],
     "gradients of `functional`, with MIN, MAX, PRODUCT": "functional::test_gradients_are_those_of_the_whole",
+    "derivatives of `functional` in forward mode, or by `torch.func`": FORWARD,
     "`comm.get_mem_allocator()`": "allocator::test_tensors_are_in_memory_that_other_ranks_read",
     "`tensor_register`, `tensor_deregister`": "comm::test_tensors_are_registered_where_the_backend_is_nccl",
     "`set_timeout`, `set_hints`": "comm::test_defaults_of_later_operations",

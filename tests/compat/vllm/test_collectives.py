@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from asynccomm import Comm
 from asynccomm.compat.vllm import GroupCoordinator
@@ -90,6 +91,26 @@ async def test_a_group_of_one_gives_its_input(comm: Comm) -> None:
             group.all_gatherv(tensor, 2)
         assert torch.compile(lambda t: group.all_reduce(t) + 1, backend="eager", fullgraph=True)(tensor).eq(2).all()
         group.destroy()
+
+    await without_a_loop(comm, program)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # of torch's own forward mode
+@pytest.mark.ranks(2)
+async def test_derivatives_in_forward_mode_are_refused(comm: Comm) -> None:
+    def program() -> None:
+        group, alone = group_of([[0, 1]]), group_of([[0], [1]])
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+            for method in (group.all_reduce, group.all_gather, group.reduce_scatter):
+                with pytest.raises(NotImplementedError, match="input_ must not be differentiated in forward mode"):
+                    method(dual)
+            assert alone.all_reduce(dual) is dual
+        with pytest.raises(NotImplementedError, match="input_ must not be differentiated in forward mode"):
+            torch.func.jvp(group.all_reduce, (torch.ones(2),), (torch.ones(2),))
+        assert group.all_reduce(torch.ones(2)).eq(2).all()
+        for each in (alone, group):
+            each.destroy()
 
     await without_a_loop(comm, program)
 
