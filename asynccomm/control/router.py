@@ -89,6 +89,7 @@ class Router:
         self._entrusted = EntrustedMessages(self._is_known)
         self._returned: list[RoutedMessage] = []  # messages to all that came again, to be returned to their senders
         self._up_rank: int | None = None
+        self._left_above: set[Transport] = set()  # connections to ranks above that left, until those close them
         self._down: dict[Transport, int] = {}  # connections from ranks below
         self._links: dict[int, Transport] = {}  # the same by rank
         self._routes: dict[int, Transport] = {}  # towards each rank below
@@ -120,7 +121,7 @@ class Router:
     @property
     def links(self) -> list[Transport]:
         """All connections."""
-        return [*self._down, *([] if self.up is None else [self.up])]
+        return [*self._down, *self._left_above, *([] if self.up is None else [self.up])]
 
     @property
     def absent(self) -> list[int]:
@@ -222,7 +223,7 @@ class Router:
         left: set[int] = set()
         for message in self._entrusted.take():
             if isinstance(message.body, Departure):
-                left |= {*expand_ranks(message.body.ranks)} - self.gone.keys()
+                left |= {*expand_ranks(message.body.ranks)} - self.gone.keys() - {self.rank}
             elif not self._is_known(message):
                 send = self._spread if self.is_root and self._leaving else partial(self._route, came_by=None)
                 send(replace(message, held=False))
@@ -351,6 +352,13 @@ class Router:
             if message.held:
                 self._entrusted.add(message)
                 return
+        elif link in self._left_above:
+            if message.held:
+                self._entrusted.add(message)
+                self._inherit()
+                return
+            if not isinstance(message.to, int) or isinstance(body, Heartbeat):
+                return  # messages to all come from the ranks that told of the leave
         else:
             return  # from a dropped connection
         self._route(message, link, forwarded=forwarded)
@@ -374,6 +382,8 @@ class Router:
             rank, self.up, self._up_rank = self._up_rank, None, None
             assert rank is not None
             self.declare_lost(rank, how)
+        elif link in self._left_above:
+            self._left_above.remove(link)
         elif (below := self._drop_link(link)) is not None:
             self.declare_lost(below, how)
 
@@ -402,6 +412,7 @@ class Router:
         for link in self.links:
             link.close()
         self.up = self._up_rank = None
+        self._left_above.clear()
         self._down.clear()
         self._links.clear()
         self._routes.clear()
@@ -421,7 +432,8 @@ class Router:
         self._patient.flush()
         message = self._gone_message([self.rank], "", ALL)
         for link in self.links:
-            link.send(message)
+            if link not in self._left_above:
+                link.send(message)
 
     @property
     def leave_acknowledged(self) -> bool:
@@ -505,9 +517,12 @@ class Router:
                 link.send(self._gone_message([rank], how, rank))  # the rank may not know of its loss
                 link.close()
         if (above := self._up_rank) is not None and above in ranks and self.up is not None:
-            why = self._gone_message([above], how, above) if how else RoutedMessage(above, self.rank, DepartureAck())
-            self.up.send(why)
-            self.up.close()
+            if how:
+                self.up.send(self._gone_message([above], how, above))
+                self.up.close()
+            else:
+                self.up.send(RoutedMessage(above, self.rank, DepartureAck()))
+                self._left_above.add(self.up)  # not closed: another rank may have told of the leave before
             self.up = self._up_rank = None
         self._notify_gone(ranks, how)
         if not heirs.isdisjoint(ranks):  # others look for that rank when this one is lost, and must know that it left

@@ -321,6 +321,39 @@ def test_leaving_waits_until_those_below_have_heard() -> None:
     assert zero.gone == []
 
 
+@examples(200)
+@given(HOSTS, st.integers(0, 10_000), st.data())
+def test_messages_to_one_rank_outlive_the_leave_of_the_root(hosts: str, seed: int, data: st.DataObject) -> None:
+    tree = Tree("a" + hosts, seed)
+    tree.settle()
+    sent: dict[int, list[int]] = {rank: [] for rank in range(1, len(hosts) + 1)}
+    for number, rank in enumerate(data.draw(st.lists(st.integers(1, len(hosts)), max_size=10))):
+        tree.places[0].ask(rank, number)
+        sent[rank].append(number)
+        tree.settle(data.draw(st.integers(0, 2)))
+    tree.places[0].leave()
+    tree.settle()
+    assert {rank: tree.places[rank].asked() for rank in sent} == sent
+
+
+def test_messages_before_a_leave_that_another_rank_tells_first_are_read() -> None:
+    tree = up("aba")
+    zero, one, two = tree.places
+    zero.ask(1, "before")
+    zero.leave()
+    while two.router.above == 0:
+        two.receive(end_of(two))
+    two.climb()
+    while one.gone == []:
+        one.receive(one.ends[-1])  # from rank 2
+    assert one.gone == [(0, "")]
+    assert one.asked() == []
+    tree.settle()
+    assert one.asked() == ["before"]
+    assert not one.router._left_above
+    assert {place.rank for place in tree.running} == {1, 2}
+
+
 @given(HOSTS, st.integers(0, 1000), st.data())
 def test_a_leave_that_only_the_root_has_heard_of_is_known_to_its_heir(
     hosts: str, seed: int, data: st.DataObject

@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         _open.add(self)
         if sock.family != socket.AF_UNIX:
-            _keep_alive(sock)
+            _set_up_tcp(sock)
         if self._made is not None:
             self._made(self)
 
@@ -325,7 +325,8 @@ def _same(token: str, expected: str) -> bool:
     return secrets.compare_digest(token.encode(errors="replace"), expected.encode())
 
 
-def _keep_alive(sock: socket.socket) -> None:
+def _set_up_tcp(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # of accepted sockets, asyncio does not set it
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
         if hasattr(socket, name):
