@@ -19,6 +19,7 @@ from asynccomm.comm.new_comm import choice
 from asynccomm.comm.pending import PendingComm
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, CommOptions, check_name, seconds
+from asynccomm.rendezvous.job import NameInUseError
 from asynccomm.rendezvous.spec import RendezvousSpec, resolve_spec
 from asynccomm.store.base import Store
 
@@ -56,15 +57,30 @@ def pair_comm(
 
     Cancelling the await is safe.
     """
-    check_name(me)
-    check_name(peer)
+    check_name(me, "me")
+    check_name(peer, "peer")
     if me == peer:
         raise ValueError(f"peer must be another process than me, got {peer!r} for both")
     place = meeting_place(store)
     options = CommOptions(timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT))
     first, second = sorted((me, peer))
-    rank = 0 if me == first else 1
-    return meet(place, f"pair/{first}/{second}", rank, 2, backend, device, options, hints)
+    name, rank = f"pair/{_quoted(first)}/{_quoted(second)}", 0 if me == first else 1
+    pending = meet(place, name, rank, 2, backend, device, options, hints)
+
+    async def connect() -> Comm:
+        try:
+            return await pending
+        except NameInUseError:
+            raise ValueError(
+                f"me and peer must be of no open pair of this process, got {me!r} and {peer!r}: close that pair before"
+            ) from None
+
+    return PendingComm(connect)
+
+
+def _quoted(name: str) -> str:
+    """``name`` without slashes, which would make other pairs of names the same key."""
+    return name.replace("%", "%25").replace("/", "%2F")
 
 
 def meeting_place(store: Comm | Store | dist.Store | str | None) -> RendezvousSpec:

@@ -48,16 +48,22 @@ _claims: WeakValueDictionary[tuple[ProcessIdentity, str], NameReservation] = Wea
 _claiming = threading.RLock()  # reentrant: a comm collected while the lock is held also releases its name
 
 
+class NameInUseError(ValueError):
+    """An open comm of this process has the name."""
+
+
 @final
 class NameReservation:
-    """A comm's name, reserved until released or dropped. Raises ``ValueError`` if the name is already in use."""
+    """A comm's name, reserved until released or dropped. Raises NameInUseError."""
 
     def __init__(self, world: ProcessIdentity, name: str) -> None:
         self.name = name
         self._key = world, name
         with _claiming:
             if self._key in _claims:
-                raise ValueError(f"name {name!r} is in use by an open comm of this process: take another or close it")
+                raise NameInUseError(
+                    f"name {name!r} is in use by an open comm of this process: take another or close it"
+                )
             _claims[self._key] = self
 
     @property

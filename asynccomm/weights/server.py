@@ -75,7 +75,7 @@ class Server(Handle):
     ) -> None:
         check_name(name)
         label = label if label is not None else f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
-        check_name(label)
+        check_name(label, "label")
         own = CommInfo(label, 0, 1, device_of(device))
         read = partial(collect, state, own, shards=shards, rename=rename, written=True)
         read()

@@ -57,12 +57,37 @@ async def test_bad_arguments_and_a_peer_that_does_not_come() -> None:
     store = MemoryStore()
     with pytest.raises(ValueError, match="peer must be another process than me, got 'a' for both"):
         pair_comm("a", "a", store=store)
-    with pytest.raises(ValueError, match="name must be a non-empty str, got ''"):
+    with pytest.raises(ValueError, match="me must be a non-empty str, got ''"):
+        pair_comm("", "a", store=store)
+    with pytest.raises(ValueError, match="peer must be a non-empty str, got ''"):
         pair_comm("a", "", store=store)
     with pytest.raises(TypeError, match="store must be"):
         pair_comm("a", "b", store=3)  # type: ignore[arg-type]
     with pytest.raises(RendezvousError, match="pair/a/b"):
         await pair_comm("b", "a", "loopback", store=store, timeout=0.05)
+
+
+async def test_names_with_slashes_meet_their_own_peers_alone() -> None:
+    store = MemoryStore()
+    names = [("a", "b/c"), ("a/b", "c"), ("a", "b%2Fc"), ("a", "b%252Fc"), ("a", "b")]
+    pairs = await asyncio.gather(*(pair(store, first, second) for first, second in names))
+    for first, second in pairs:
+        await asyncio.gather(first.barrier(), second.barrier())
+    assert len({first.name for first, _ in pairs}) == len(names)
+    assert pairs[-1][0].name == "pair/a/b"
+    strangers = [pair_comm(*names, "loopback", store=store, timeout=0.05) for names in (("x", "y/z"), ("z", "x/y"))]
+    for result in await asyncio.gather(*strangers, return_exceptions=True):
+        assert isinstance(result, RendezvousError)
+    await asyncio.gather(*(comm.aclose() for each in pairs for comm in each))
+
+
+async def test_a_pair_that_is_open_already_is_named() -> None:
+    store = MemoryStore()
+    both = await pair(store, "a", "b/c")
+    text = "me and peer must be of no open pair of this process, got 'b/c' and 'a': close that pair before"
+    with pytest.raises(ValueError, match=text):
+        await pair_comm("b/c", "a", "loopback", store=store)
+    await asyncio.gather(*(comm.aclose() for comm in both))
 
 
 @pytest.mark.ranks(2, backend=["shm"])

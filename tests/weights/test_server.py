@@ -21,7 +21,7 @@ def test_labels_tell_servers_apart() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="name must be a non-empty str, got ''"):
+    with pytest.raises(ValueError, match="label must be a non-empty str, got ''"):
         Server(state(), label="")
     with pytest.raises(ValueError, match="timeout must be positive"):
         Server(state(), timeout=-1)
