@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Collection, Coroutine
+from itertools import chain, count
 from typing import Any, Final, final
 
 from asynccomm.backends.shm.segment import Segment, create
@@ -101,13 +102,20 @@ class QueueHost:
             return self._admit_reader(self.end, hello, welcome, remote)
         return self._admit_writer(self.end, hello, welcome, remote)
 
+    def _label_of(self, hello: QueueHello) -> str:
+        """The label of an end that attaches: with a number, where another end of its process has attached."""
+        attached = self.end.behind()
+        numbered = (f"{hello.label} ({number})" for number in count(2))
+        return next(label for label in chain([hello.label], numbered) if label not in attached)
+
     def _came(self, rank: int) -> None:
         self._due.discard(rank)
         if not self._due and not self.ready.done():
             self.ready.set_result(None)
 
     def _admit_reader(self, end: WritingEnd, hello: QueueHello, welcome: QueueWelcome, remote: bool) -> Admitted:
-        target = Target(hello.label, None)
+        label = self._label_of(hello)
+        target = Target(label, None)
         slot, number = end.attach(target)
         if slot < 0:
             return Admitted(_refused(welcome, f"the queue has {SLOTS} readers already"))
@@ -115,7 +123,7 @@ class QueueHost:
         def ended(orderly: bool) -> None:
             end.detach(slot)
             if not orderly and self._options.on_lost == "raise":
-                end.fail(_lost(hello.label, hello.rank, self._comm))
+                end.fail(_lost(label, hello.rank, self._comm))
 
         def attach(transport: socket.socket | Streams) -> None:
             if isinstance(transport, socket.socket):
@@ -136,10 +144,11 @@ class QueueHost:
             segment, fd = _new_ring(self._ring)
         except BackendError as exc:
             return Admitted(_refused(welcome, str(exc)))
-        lost = _lost(hello.label, hello.rank, self._comm)
+        label = self._label_of(hello)
+        lost = _lost(label, hello.rank, self._comm)
 
         def attach(transport: socket.socket | Streams) -> None:
-            bridge = _attach_source(end, segment, welcome, hello.label, lost, transport)
+            bridge = _attach_source(end, segment, welcome, label, lost, transport)
             if bridge is not None:
                 self._spawn(bridge)
             self._came(hello.rank)

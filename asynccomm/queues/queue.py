@@ -28,7 +28,8 @@ class QueueStatistics:
     role: str  #: "writer" or "reader"
     items: int  #: items that this end has put; 0 for a reader
     dropped: int  #: items that were overwritten before this end read them
-    behind: dict[str, int] = field(default_factory=dict)  #: bytes that are not read, by the reader or the writer
+    #: bytes that are not read, by the reader or the writer; ends of one process have numbers
+    behind: dict[str, int] = field(default_factory=dict)
 
 
 @final
@@ -73,7 +74,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         end = self._end
         if isinstance(end, WritingEnd):
             return QueueStatistics("writer", end.number, 0, end.behind())
-        return QueueStatistics("reader", 0, end.dropped, {source.label: source.behind for source in end.sources})
+        return QueueStatistics("reader", 0, end.dropped, end.behind())
 
     @property
     def dropped(self) -> int:

@@ -196,6 +196,11 @@ class ReadingEnd:
     def dropped(self) -> int:
         return self._dropped + sum(source.dropped for source in self.sources)
 
+    def behind(self) -> dict[str, int]:
+        """Bytes of each writer that are not read."""
+        with self._lock:  # another thread changes the order of the sources
+            return {source.label: source.behind for source in self.sources}
+
     def add(self, source: Source) -> None:
         with self._lock:
             self.sources.append(source)
