@@ -54,7 +54,12 @@ class _Wakes:
         self._event = asyncio.Event()
         #: done at the end of the bridge; False: one side was lost
         self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.bell = Doorbell(sock, self._event.set, self.end)
+        self.left = False  #: the end of the queue in this process has left in order
+        self.bell = Doorbell(sock, self._event.set, self._left)
+
+    def _left(self, orderly: bool) -> None:
+        self.left = orderly
+        self.end(orderly)
 
     def end(self, orderly: bool) -> None:
         if not self.ended.done():
@@ -103,8 +108,8 @@ async def _send(
     segment: Segment, reader: Any, ring: int, slot: int, wakes: _Wakes, stream: asyncio.StreamWriter
 ) -> None:
     words, sleeping, fence, told = segment.words, slot_word(slot) + SLEEPING, Fence(), 0
-    while not wakes.ended.done():
-        state = words[STATE]
+    while wakes.left or not wakes.ended.done():
+        state = FAILED if wakes.left else words[STATE]
         chunk, waits = _next_chunk(reader)
         if waits and reader.tail - told >= ring // 4:
             told = reader.tail
@@ -117,6 +122,7 @@ async def _send(
             stream.write(header.pack(0, _END, state, 0, 0, 0))
             await stream.drain()
             wakes.end(True)
+            return
         else:
             words[sleeping] = 1
             fence.full()

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Collection, Coroutine
 from itertools import chain, count
 from typing import Any, Final, final
+from weakref import WeakSet
 
 from asynccomm.backends.shm.segment import Segment, create
 from asynccomm.core.hosts import host_name
@@ -60,6 +61,7 @@ class QueueHost:
         self._ring, self._drops = ring_bytes(options.capacity), options.overflow == "drop_oldest"
         self.ready: asyncio.Future[None] = loop.create_future()  #: done when all ranks have attached
         self._tasks: set[asyncio.Task[None]] = set()
+        self._participants: WeakSet[Doorbell] = WeakSet()  # of ends that are no ranks
         self._fd = -1
         self.end: ReadingEnd | WritingEnd
         if writes:
@@ -84,13 +86,19 @@ class QueueHost:
         return self.listener.handle(attaches, _label(self._rank), self._rank, address, port)
 
     def queue(self, handle: QueueHandle) -> MessageQueue:
-        return MessageQueue(self.end, handle.text(), self.close, self._tasks)
+        return MessageQueue(self.end, handle.text(), self.close, self.dismiss, self._tasks)
 
     def close(self) -> None:
         self.listener.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def dismiss(self) -> None:
+        """Accept no more ends, and leave those that are no ranks: no comm tells them of its error."""
+        self.close()
+        for bell in list(self._participants):
+            bell.leave()
 
     # -- ends that attach ---------------------------------------------------------------------------------------------
 
@@ -108,7 +116,9 @@ class QueueHost:
         numbered = (f"{hello.label} ({number})" for number in count(2))
         return next(label for label in chain([hello.label], numbered) if label not in attached)
 
-    def _came(self, rank: int) -> None:
+    def _came(self, rank: int, bell: Doorbell) -> None:
+        if rank < 0:
+            self._participants.add(bell)
         self._due.discard(rank)
         if not self._due and not self.ready.done():
             self.ready.set_result(None)
@@ -127,13 +137,14 @@ class QueueHost:
 
         def attach(transport: socket.socket | Streams) -> None:
             if isinstance(transport, socket.socket):
-                end.connect(slot, Doorbell(transport, end.pump, ended))
+                bell = Doorbell(transport, end.pump, ended)
             else:
                 mine, bridges = bell_pair()
                 target.bridged = True
-                end.connect(slot, Doorbell(mine, end.pump, ended))
+                bell = Doorbell(mine, end.pump, ended)
                 self._spawn(send_frames(self._segment, self._ring, slot, self._drops, bridges, transport))
-            self._came(hello.rank)
+            end.connect(slot, bell)
+            self._came(hello.rank, bell)
 
         slot_there = 0 if remote else slot  # in the ring that it reads
         reply = QueueWelcome(welcome.token, "", self._ring, slot_there, self._drops, number)
@@ -148,10 +159,10 @@ class QueueHost:
         lost = _lost(label, hello.rank, self._comm)
 
         def attach(transport: socket.socket | Streams) -> None:
-            bridge = _attach_source(end, segment, welcome, label, lost, transport)
+            bell, bridge = _attach_source(end, segment, welcome, label, lost, transport)
             if bridge is not None:
                 self._spawn(bridge)
-            self._came(hello.rank)
+            self._came(hello.rank, bell)
 
         if remote:
             os.close(fd)
@@ -175,8 +186,8 @@ def _attach_source(
     label: str,
     lost: AsyncCommError,
     transport: socket.socket | Streams,
-) -> Bridge | None:
-    """Read the ring of the writer at the other end of ``transport``; returns the bridge of TCP, to be run."""
+) -> tuple[Doorbell, Bridge | None]:
+    """Read the ring of the writer at the other end of ``transport``; returns also the bridge of TCP, to be run."""
     source = Source(segment, welcome, label, lost)
     sock, bridge = transport, None
     if not isinstance(sock, socket.socket):
@@ -185,12 +196,12 @@ def _attach_source(
         bridge = receive_frames(segment, welcome.ring, bridges, transport)
 
     def ended(orderly: bool) -> None:
-        source.gone = True
+        source.left, source.gone = orderly, True
         end.waiters.wake()
 
-    source.bell = Doorbell(sock, end.waiters.wake, ended)
+    source.bell = bell = Doorbell(sock, end.waiters.wake, ended)
     end.add(source)
-    return bridge
+    return bell, bridge
 
 
 async def attach(handle: QueueHandle, options: QueueOptions, rank: int = -1, comm: str = "") -> MessageQueue:
@@ -204,13 +215,13 @@ async def attach(handle: QueueHandle, options: QueueOptions, rank: int = -1, com
     end: ReadingEnd | WritingEnd
     if handle.attaches == "reader":
         end = ReadingEnd(options, None)
-        bridge = _attach_source(end, segment, welcome, handle.label, lost, transport)
+        _, bridge = _attach_source(end, segment, welcome, handle.label, lost, transport)
     else:
         end = WritingEnd(segment, welcome.ring, welcome.drops, options)
         bridge = _attach_target(end, segment, welcome, handle.label, lost, transport)
     if bridge is not None:
         tasks.add(detach(asyncio.ensure_future(bridge)))
-    return MessageQueue(end, handle.text(), _nothing, tasks)
+    return MessageQueue(end, handle.text(), _nothing, _nothing, tasks)
 
 
 async def _connect(handle: QueueHandle, hello: QueueHello) -> tuple[socket.socket | Streams, QueueWelcome, Segment]:

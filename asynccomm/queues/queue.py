@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self, SupportsIndex, final
 
 from asynccomm.core.handles import Handle
-from asynccomm.errors import AsyncCommError, PeerLostError
+from asynccomm.errors import AsyncCommError, ClosedError, PeerLostError
 from asynccomm.ops.validation import as_index
 from asynccomm.options import seconds
 from asynccomm.queues.reading import ReadingEnd
@@ -51,13 +52,14 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         end: ReadingEnd | WritingEnd,
         handle: str,
         close: Callable[[], object],
+        dismiss: Callable[[], object],
         tasks: set[asyncio.Task[None]],
     ) -> None:
         """Not for users: see ``Comm.queue`` and ``attach_queue``."""
         self._end = end
         self._handle = handle
-        self._close, self._tasks = close, tasks
-        self._closed = False
+        self._close, self._dismiss, self._tasks = close, dismiss, tasks
+        self._closed = self._comm_over = False
 
     @property
     def handle(self) -> str:
@@ -212,8 +214,6 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
         Idempotent. Cancelling it leaves at once, as a writer that has failed.
         """
-        if self._closed:
-            return
         failed = True
         try:
             if isinstance(self._end, WritingEnd):
@@ -242,8 +242,22 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
     def comm_ended(self, error: AsyncCommError) -> None:
         """The comm of the queue has ended. A lost rank shows by its connection to the queue. From any thread."""
-        if not isinstance(error, PeerLostError):
+        if isinstance(error, PeerLostError):
+            return
+        self._end.fail(error)
+        with suppress(RuntimeError):  # the loop is closed
+            self._end.waiters.loop.call_soon_threadsafe(self._tell, error)
+
+    def _tell(self, error: AsyncCommError) -> None:
+        """Let the other ends know that the comm has ended by ``error``."""
+        if self._closed or self._comm_over:
+            return
+        self._comm_over = True
+        if isinstance(error, ClosedError):  # which the comms of other ranks do not get
+            self.leave(failed=False)
             self._end.fail(error)
+        else:  # other ranks get it by their comms, and should not get a QueueError before
+            self._dismiss()
 
     async def __aenter__(self) -> Self:
         return self

@@ -47,6 +47,7 @@ class Source:
         self.label, self.lost_error = label, lost
         self.bell: Doorbell | None = None
         self.gone = False  #: the connection has ended
+        self.left = False  #: it has ended in order; with an open state, since the comm of the writer has failed
         self._words = segment.words
         self._reader: Any = RingReader(segment.raw, segment.data.data_ptr(), ring, slot, drops)
         self._reader.expected = welcome.number
@@ -150,14 +151,14 @@ class Source:
 
     def ending(self) -> AsyncCommError | None:
         """Once nothing is left to read: the end of the source, None: it is open."""
-        state = self._words[STATE]
-        if state == OPEN and not self.gone:
+        gone, state = self.gone, self._words[STATE]  # in this order: a writer that leaves sets its state before
+        if state == OPEN and not gone:
             return None
         if self._reader.peek() is not None:
             return None
         if state == ENDED:
             return EndOfQueueError(f"{self.label} has closed the queue")
-        if state == FAILED:
+        if state == FAILED or self.left:
             return QueueError(f"{self.label} has left the queue by an exception")
         return self.lost_error
 

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
 
 import asynccomm
-from asynccomm import AbortedError, BackendError, ClosedError, Comm
+from asynccomm import (
+    AbortedError,
+    BackendError,
+    ClosedError,
+    Comm,
+    EndOfQueueError,
+    MessageQueue,
+    QueueError,
+    attach_queue,
+)
 from asynccomm.queues.options import QueueHandle
 from asynccomm.testing.local import loopback_world
 from tests.pretended_hosts import comm_on
+from tests.queues.rings import from_afar
+from tests.waiting import until
 
 
 @pytest.mark.ranks(3)
@@ -149,6 +162,154 @@ async def test_closing_the_comm_ends_its_queues() -> None:
             await get
         await writer.aclose()
         await reader.aclose()
+
+
+@asynccontextmanager
+async def attached(handle: str) -> AsyncIterator[list[MessageQueue]]:
+    """Ends that are no ranks, here and on another host."""
+    async with await attach_queue(handle) as here, await attach_queue(from_afar(handle)) as there:
+        yield [here, there]
+
+
+async def test_closing_the_comm_of_the_writer_ends_the_queue_of_its_readers() -> None:
+    async with loopback_world(2) as comms:
+        writer, reader = await both(comms, address="127.0.0.1")
+        async with attached(writer.handle) as others:
+            await writer.wait_readers(3)
+            await writer.put(1)
+            await comms[0].aclose()
+            for each in (reader, *others):
+                assert [item async for item in each] == [1]
+            with pytest.raises(ClosedError, match="comm 'test' is closed"):
+                await writer.put(2)
+            with pytest.raises(BackendError, match="cannot attach"):
+                await attach_queue(writer.handle)
+        await writer.aclose()
+        await reader.aclose()
+
+
+async def test_closing_the_comm_before_all_is_put_is_a_failure_of_the_writer() -> None:
+    async with loopback_world(2) as comms:
+        writer, reader = await both(comms, capacity=4096)
+        await writer.put(1)
+        put = asyncio.ensure_future(writer.put(bytes(10_000)))
+        await asyncio.sleep(0)
+        await comms[0].aclose()
+        with pytest.raises(ClosedError):
+            await put
+        assert await reader.get() == 1
+        with pytest.raises(QueueError, match="rank 0 has left the queue by an exception"):
+            await reader.get()
+        await writer.aclose()
+        await reader.aclose()
+
+
+async def test_closing_the_comm_of_a_reader_holds_no_writer_back() -> None:
+    async with loopback_world(3) as comms:
+        writer, leaves, stays = await both(comms, capacity=4096)
+        put = asyncio.ensure_future(writer.put(bytes(100_000)))
+        await comms[1].aclose()
+        assert await stays.get() == bytes(100_000)
+        await put
+        with pytest.raises(ClosedError, match="comm 'test' is closed"):
+            await leaves.get()
+        for queue in (writer, leaves, stays):
+            await queue.aclose()
+
+
+async def test_closing_the_comm_of_the_single_reader_is_an_error_of_its_writers() -> None:
+    async with loopback_world(2) as comms:
+        reader, writer = await both(comms, reader=0, capacity=4096, address="127.0.0.1")
+        async with attached(reader.handle) as others:
+            await until(lambda: len(reader.statistics().behind) == 3)
+            puts = [asyncio.ensure_future(each.put(bytes(1 << 20))) for each in (writer, *others)]
+            await asyncio.sleep(0)
+            await comms[0].aclose()
+            for put in puts:
+                with pytest.raises(ClosedError, match="rank 0 has closed the queue"):
+                    await put
+        await writer.aclose()
+        await reader.aclose()
+
+
+async def test_closing_the_comm_of_one_of_many_writers_ends_its_part() -> None:
+    async with loopback_world(3) as comms:
+        reader, leaves, stays = await both(comms, reader=0)
+        await leaves.put(1)
+        await comms[1].aclose()
+        assert await reader.get() == 1
+        await stays.put(2)
+        await stays.aclose()
+        assert [item async for item in reader] == [2]
+        await leaves.aclose()
+        await reader.aclose()
+
+
+@pytest.mark.parametrize("aborts", [0, 1])
+async def test_an_abort_is_an_error_of_readers_that_are_no_ranks(aborts: int) -> None:
+    async with loopback_world(2) as comms:
+        writer, reader = await both(comms, address="127.0.0.1")
+        async with attached(writer.handle) as others:
+            await writer.wait_readers(3)
+            await writer.put(1)
+            assert await reader.get() == 1
+            get = asyncio.ensure_future(reader.get())
+            await asyncio.sleep(0)
+            comms[aborts].abort("enough")
+            for each in others:
+                assert await each.get() == 1
+                with pytest.raises(QueueError, match="rank 0 has left the queue by an exception"):
+                    await each.get()
+            with pytest.raises(AbortedError, match=f"aborted by rank {aborts}: enough"):
+                await get
+            with pytest.raises(BackendError, match="cannot attach"):
+                await attach_queue(writer.handle)
+            await comms[0].aclose()
+            with pytest.raises(AbortedError, match=f"aborted by rank {aborts}: enough"):
+                await writer.put(2)
+        await writer.aclose()
+        await reader.aclose()
+
+
+async def test_an_abort_is_an_error_of_writers_that_are_no_ranks() -> None:
+    async with loopback_world(2) as comms:
+        reader, writer = await both(comms, reader=0, capacity=4096, address="127.0.0.1")
+        async with attached(reader.handle) as others:
+            await until(lambda: len(reader.statistics().behind) == 3)
+            puts = [asyncio.ensure_future(each.put(bytes(1 << 20))) for each in (writer, *others)]
+            await asyncio.sleep(0)
+            comms[0].abort("enough")
+            with pytest.raises(AbortedError, match="enough"):
+                await puts[0]
+            for put in puts[1:]:
+                with pytest.raises(ClosedError, match="rank 0 has closed the queue"):
+                    await put
+        await writer.aclose()
+        await reader.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_ranks_get_the_reason_of_an_abort_and_the_end_of_a_closed_comm(comm: Comm) -> None:
+    for ending in ("abort", "close"):
+        async with comm.split([0, 1], ending) as part:
+            assert part is not None
+            queue = await part.queue(writer=0)
+            handle = await comm.broadcast_object(queue.handle, 0)
+            async with await attach_queue(handle) as other:
+                if comm.rank == 1:
+                    ended = AbortedError if ending == "abort" else EndOfQueueError
+                    with pytest.raises(ended):
+                        await queue.get()
+                elif ending == "abort":
+                    await queue.wait_readers(3)
+                    part.abort("enough")
+                else:
+                    await queue.wait_readers(3)
+                    await part.aclose()
+                with pytest.raises(QueueError if ending == "abort" else EndOfQueueError):
+                    await other.get()
+            await comm.barrier()
+            await queue.aclose()
 
 
 async def test_a_comm_of_one_rank_has_queues_for_others() -> None:
