@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any, Concatenate, Final, NamedTuple, ParamSpec, SupportsIndex, TypeVar
 
@@ -119,7 +119,8 @@ def _launch(size: int, directory: Path) -> int:
             code = launcher.wait()
         except BaseException:
             launcher.send_signal(signal.SIGINT)
-            launcher.wait(_END_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(_END_SECONDS)
             raise
     return code
 

@@ -16,6 +16,8 @@ from asynccomm.cli.main import main
 from asynccomm.cli.processes import PR_SET_PDEATHSIG
 
 if __name__ == "__main__":
+    # SIGINT comes from the parent only, and may be ignored there: a shell without job control starts `command &` so
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     parent, folder = int(sys.argv[1]), sys.argv[2]
     try:

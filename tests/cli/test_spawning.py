@@ -154,3 +154,47 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(tmp_path: Path) -> None:
     child.send_signal(signal.SIGINT)
     child.communicate(timeout=8)
     assert child.returncode == -signal.SIGINT
+
+
+@pytest.mark.real_python
+def test_an_exception_where_sigint_is_ignored_ends_the_ranks_first(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncio, signal, sys\n"
+        "import asynccomm\n"
+        "async def main(comm):\n"
+        "    print('ready', flush=True)\n"
+        "    try:\n"
+        "        await asyncio.sleep(600)\n"
+        "    finally:\n"
+        "        print('cleaned', flush=True)\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        "asynccomm.spawn(main, 1)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-u", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"[0] ready\n"
+    child.send_signal(signal.SIGTERM)
+    assert child.communicate(timeout=20)[0] == b"[0] cleaned\n"
+    assert child.returncode == 7
+
+
+def test_an_interrupt_stays_if_the_ranks_do_not_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "import asynccomm\n"
+        "from asynccomm.cli import spawning\n"
+        "async def main(comm):\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(600)\n"
+        "spawning._END_SECONDS = 0.01\n"
+        "asynccomm.spawn(main, 1)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-u", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"[0] ready\n"
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=20)
+    assert child.returncode == -signal.SIGINT
