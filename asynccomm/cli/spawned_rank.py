@@ -14,6 +14,7 @@ import cloudpickle
 
 from asynccomm.cli.spawning import CALL, PATH, RankResult, result_file
 from asynccomm.comm.new_comm import new_comm
+from asynccomm.errors import BrokenError
 from asynccomm.runner import run
 
 
@@ -24,15 +25,15 @@ def main(directory: Path) -> int:
         fn, args, kwargs = cloudpickle.loads((directory / CALL).read_bytes())
         outcome = RankResult(run(_call(fn, args, kwargs)))
     except Exception as exc:
-        outcome = RankResult(None, exc, "".join(traceback.format_exception(exc)))
+        outcome = RankResult(None, exc, "".join(traceback.format_exception(exc)), _is_caused(exc))
     try:
         data = cloudpickle.dumps(outcome)
         cloudpickle.loads(data)
     except Exception as exc:  # an error in place of an outcome that cannot travel
-        value, error, trace = outcome
+        value, error, trace, caused = outcome
         text = f"{value!r} cannot be returned" if error is None else f"{type(error).__name__}: {error}"
         error = RuntimeError(f"{text} ({type(exc).__name__}: {exc})")
-        outcome = RankResult(None, error, trace or f"{error}\n")
+        outcome = RankResult(None, error, trace or f"{error}\n", caused)
         data = cloudpickle.dumps(outcome)
     path = result_file(directory, int(os.environ["RANK"]))
     path.with_suffix(".part").write_bytes(data)
@@ -49,6 +50,20 @@ async def _call(fn: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ..
         if not inspect.isawaitable(made):
             raise TypeError(f"fn must be a coroutine function, got {fn!r}, which returned {made!r}")
         return await made
+
+
+def _is_caused(error: BaseException) -> bool:
+    """Whether another rank has caused ``error``, or the error behind it; of a group, all of its errors."""
+    seen = set[int]()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:  # `raise error from error` makes a circle
+        if isinstance(link, BaseExceptionGroup):
+            return all(map(_is_caused, link.exceptions))
+        if isinstance(link, BrokenError):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False
 
 
 if __name__ == "__main__":

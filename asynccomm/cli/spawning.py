@@ -21,7 +21,6 @@ from typing import IO, Any, Concatenate, Final, NamedTuple, ParamSpec, SupportsI
 import cloudpickle
 
 from asynccomm.comm.comm import Comm
-from asynccomm.errors import BrokenError
 from asynccomm.ops.validation import as_index
 
 P = ParamSpec("P")
@@ -39,6 +38,7 @@ class RankResult(NamedTuple):
     value: Any
     error: BaseException | None = None
     trace: str = ""
+    caused: bool = False  #: whether another rank has caused the error; pickle drops the chain that shows it
 
 
 def result_file(directory: Path, rank: int) -> Path:
@@ -144,22 +144,14 @@ def _results(size: int, directory: Path, code: int) -> list[Any]:
         if path.exists():
             outcomes[rank] = cloudpickle.loads(path.read_bytes())
     failed = [(rank, outcome) for rank, outcome in outcomes.items() if outcome.error is not None]
-    # a rank that lost another rank, or was aborted by it, is not the cause
-    failed.sort(key=lambda item: _is_caused(item[1].error))
+    failed.sort(key=lambda item: item[1].caused)
     missing = [rank for rank in range(size) if rank not in outcomes]
-    if missing and (not failed or _is_caused(failed[0][1].error)):
+    if missing and (not failed or failed[0][1].caused):
         cause = failed[0][1].error if failed else None
         raise RuntimeError(f"ranks {missing} gave no result; the launcher ended with exit code {code}") from cause
     if failed:
-        rank, (_, error, trace) = failed[0]
+        rank, (_, error, trace, _) = failed[0]
         assert error is not None
         error.add_note(f"On rank {rank}:\n{trace}")
         raise error
     return [outcomes[rank].value for rank in range(size)]
-
-
-def _is_caused(error: BaseException | None) -> bool:
-    """Whether another rank has caused ``error``; a group of a TaskGroup, where another rank has caused all of it."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(map(_is_caused, error.exceptions))
-    return isinstance(error, BrokenError)

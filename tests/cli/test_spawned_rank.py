@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from asynccomm import Comm
+from asynccomm import Comm, PeerLostError
 from asynccomm.cli import spawned_rank
 from asynccomm.cli.spawning import CALL, PATH, RankResult, result_file
 from asynccomm.comm.new_comm import new_comm
@@ -60,7 +60,7 @@ def outcome_of(fn: Any, *args: Any, folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_outcome_appears_in_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str, words: str
 ) -> None:
-    value, error, trace = outcome_of(work, case, folder=tmp_path, monkeypatch=monkeypatch)
+    value, error, trace, _ = outcome_of(work, case, folder=tmp_path, monkeypatch=monkeypatch)
     if case == "size":
         assert (value, error) == (1, None)
         assert not capsys.readouterr().err
@@ -94,3 +94,31 @@ def test_a_function_that_returns_no_awaitable_is_named(tmp_path: Path, monkeypat
     assert isinstance(error, TypeError)
     assert str(error).startswith("fn must be a coroutine function, got <function synchronous at ")
     assert str(error).endswith(">, which returned 1")
+
+
+@pytest.mark.parametrize(
+    ("source", "caused"),
+    [
+        ("raise LOST", True),
+        ("raise LookupError", False),
+        ("raise RuntimeError('training failed') from LOST", True),
+        ("raise RuntimeError from LookupError()", False),
+        ("try: raise LOST\nexcept BaseException: raise RuntimeError from ValueError()", False),
+        ("try: raise LOST\nexcept BaseException: raise RuntimeError from None", True),
+        ("try: raise RuntimeError from LOST\nexcept BaseException: undefined", True),
+        ("raise Odd(1, 2) from LOST", True),
+        ("raise ExceptionGroup('tasks', [ExceptionGroup('in tasks', [LOST])])", True),
+        ("raise ExceptionGroup('tasks', [ExceptionGroup('in tasks', [LOST]), KeyError()])", False),
+        ("raise RuntimeError from ExceptionGroup('tasks', [LOST])", True),
+        ("error = KeyError(); raise error from error", False),
+    ],
+)
+def test_an_error_that_another_rank_has_caused_is_told_apart(
+    source: str, caused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(comm: Comm) -> None:
+        exec(source, {"LOST": PeerLostError(1, "its process ended"), "Odd": Odd})
+
+    outcome = outcome_of(fails, folder=tmp_path, monkeypatch=monkeypatch)
+    assert outcome.error is not None
+    assert outcome.caused is caused

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import asynccomm
-from asynccomm import Comm, PeerLostError
+from asynccomm import BrokenError, Comm, PeerLostError
 from asynccomm.cli.spawning import RankResult, _results, result_file
 
 
@@ -25,9 +25,14 @@ async def work(comm: Comm, case: str, *, scale: float = 1.0) -> Any:
         return (await comm.all_reduce(torch.tensor(scale * comm.rank), asynccomm.ReduceOp.AVG)).item(), os.environ[
             "WORLD_SIZE"
         ]
-    if case == "error" and comm.rank == 1:
+    if comm.rank == 1:
         raise LookupError("no such key")
-    await comm.barrier()
+    try:
+        await comm.barrier()
+    except BrokenError as exc:
+        if case == "wrapped error":
+            raise RuntimeError("training failed") from exc
+        raise
     return None
 
 
@@ -56,15 +61,16 @@ def test_a_function_of_a_script_runs_too(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("[0, 7]\n", 0), done.stderr
 
 
-def test_the_first_cause_is_raised(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("case", ["error", "wrapped error"])
+def test_the_first_cause_is_raised(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LookupError, match="no such key") as caught:
-        asynccomm.spawn(work, 2, "error")
+        asynccomm.spawn(work, 2, case)
     assert 'raise LookupError("no such key")' in caught.value.__notes__[0]
     assert caught.value.__notes__[0].startswith("On rank 1:\nTraceback")
 
 
 def test_a_rank_without_an_outcome_is_named(tmp_path: Path) -> None:
-    lost = RankResult(None, PeerLostError(1, "its connection ended"), "trace")
+    lost = RankResult(None, PeerLostError(1, "its connection ended"), "trace", caused=True)
     result_file(tmp_path, 0).write_bytes(cloudpickle.dumps(lost))
     with pytest.raises(
         RuntimeError, match=r"ranks \[1\] gave no result; the launcher ended with exit code 137"
@@ -76,18 +82,6 @@ def test_a_rank_without_an_outcome_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as found:
         _results(3, tmp_path, 1)
     assert found.value.__notes__ == ["On rank 2:\ntrace"]
-
-
-def test_a_group_of_lost_ranks_is_not_the_cause(tmp_path: Path) -> None:
-    lost = ExceptionGroup("tasks", [ExceptionGroup("in tasks", [PeerLostError(1, "its process ended")])])
-    for rank, error in enumerate([lost, ExceptionGroup("tasks", [lost, KeyError("x")])]):
-        result_file(tmp_path, rank).write_bytes(cloudpickle.dumps(RankResult(None, error, f"trace {rank}")))
-    with pytest.raises(ExceptionGroup) as found:
-        _results(2, tmp_path, 1)
-    assert found.value.__notes__ == ["On rank 1:\ntrace 1"]
-    result_file(tmp_path, 1).unlink()
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] gave no result"):
-        _results(2, tmp_path, 137)
 
 
 def test_arguments_are_checked() -> None:
