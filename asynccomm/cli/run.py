@@ -143,7 +143,12 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             parser.error(f"argument --log-dir: cannot make {str(log_dir)!r}: {exc.strerror}")
     return LaunchOptions(
         size=size,
-        command=(sys.executable, *(["-m"] if arguments.module else []), *program),
+        command=(
+            sys.executable,
+            *(["-P"] if sys.flags.safe_path else []),  # holds for the ranks, as PYTHONSAFEPATH does
+            *(["-m"] if arguments.module else []),
+            *program,
+        ),
         run_id=arguments.run_id or secrets.token_hex(8),
         threads=str(per_rank) if per_rank else threads_of(os.environ, len(cpus), size),
         cpus=tuple(sets),

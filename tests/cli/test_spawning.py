@@ -61,6 +61,26 @@ def test_a_function_of_a_script_runs_too(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("[0, 7]\n", 0), done.stderr
 
 
+@pytest.mark.real_python
+def test_the_current_directory_shadows_no_module_of_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "queue.py").write_text("raise ImportError('not the standard library')\n")
+    script = tmp_path / "script.py"
+    script.write_text("import asynccomm\nasync def main(comm): return comm.rank\nprint(asynccomm.spawn(main, 1))\n")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("[0]\n", 0), done.stderr
+
+
+@pytest.mark.real_python
+@pytest.mark.parametrize("command", [["-m", "caller"], ["-c", "import caller"]])
+def test_ranks_import_from_the_current_directory_as_the_caller_does(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("async def main(comm): return comm.rank\n")
+    (tmp_path / "caller.py").write_text("import asynccomm, neighbour\nprint(asynccomm.spawn(neighbour.main, 1))\n")
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("[0]\n", 0), done.stderr
+
+
 @pytest.mark.parametrize("case", ["error", "wrapped error"])
 def test_the_first_cause_is_raised(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LookupError, match="no such key") as caught:
