@@ -130,11 +130,12 @@ def _join(threads: Iterable[threading.Thread]) -> None:
         thread.join()
 
 
-def _pass_on(source: IO[bytes], sink: IO[str]) -> None:
+def _pass_on(source: IO[bytes], sink: IO[str] | None) -> None:
     with source:
         for line in source:
-            sink.write(line.decode(errors="replace"))
-            sink.flush()
+            if sink is not None:  # None: a process without a console, where print() writes nothing either
+                sink.write(line.decode(errors="replace"))
+                sink.flush()
 
 
 def _results(size: int, directory: Path, code: int) -> list[Any]:

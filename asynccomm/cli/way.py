@@ -25,10 +25,14 @@ class Way(NamedTuple):
 
 def store_address(url: str) -> tuple[str, int]:
     """Host and port of ``tcp://host:port``. Raises: ValueError."""
-    parts = urlsplit(url)
-    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+    try:
+        parts = urlsplit(url)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+    except ValueError:
+        scheme, host, port = "", None, None
+    if scheme != "tcp" or not host or not port:
         raise ValueError(f"must be tcp://host:port, got {url!r}")
-    return parts.hostname, parts.port
+    return host, port
 
 
 def find_way(host: str, port: int, environ: Mapping[str, str]) -> Way:
@@ -36,23 +40,28 @@ def find_way(host: str, port: int, environ: Mapping[str, str]) -> Way:
     towards = address_towards(host, port) or ""
     me = RankInfo(0, socket.gethostname(), os.getpid(), network_id(), towards if is_reachable(towards) else "")
     other = RankInfo(1, "any other", 0, "any other")
+    refused = _refusal(host, port)
+    problem = ""
+    if isinstance(refused, socket.gaierror):  # any other error is none yet: the store may start later
+        problem = f"the store's host {host!r} does not resolve: {refused.strerror}"
     facts: dict[str, object] = {
         "store": f"{host}:{port}",
-        "answers": _answers(host, port),
+        "answers": "yes" if refused is None else f"no: {refused.strerror or refused}",
         "local_address_towards_it": towards or None,
         "addresses": [str(each) for each in reachable_addresses()],
     }
     try:
         choice = choose_address({}, environ, 0, [me, other])
     except BackendError as exc:
-        return Way({**facts, "address": None}, str(exc))
+        return Way({**facts, "address": None}, problem or str(exc))
     chosen = {"address": choice.address, "interface": interface_of(choice.address), "because": choice.reason}
-    return Way(facts | chosen)
+    return Way(facts | chosen, problem)
 
 
-def _answers(host: str, port: int) -> str:
+def _refusal(host: str, port: int) -> OSError | None:
+    """The error of connecting to the store, if there is one."""
     try:
         socket.create_connection((host, port), ANSWER_SECONDS).close()
     except OSError as exc:
-        return f"no: {exc.strerror or exc}"
-    return "yes"
+        return exc
+    return None

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,17 @@ def test_results_come_in_rank_order_and_output_with_ranks(capsys: pytest.Capture
     assert asyncio.run(caller()) == [(1.5, "2")] * 2
     out, err = capsys.readouterr()
     assert (out, err) == ("[0] hello\n", "[1] hello\n")
+
+
+def test_output_without_a_console_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    errors: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    assert asynccomm.spawn(work, 2, "mean", scale=3.0) == [(1.5, "2")] * 2
+    assert errors == []
+    assert capsys.readouterr() == ("", "[1] hello\n")
 
 
 def test_a_function_of_a_script_runs_too(tmp_path: Path) -> None:

@@ -21,16 +21,25 @@ def one_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [InterfaceAddress("eth0", "10.0.0.5")]
     for each in (addresses, module):
         monkeypatch.setattr(each, "reachable_addresses", lambda: found)
-        monkeypatch.setattr(each, "address_towards", lambda host, port: "10.0.0.5" if host == "store" else None)
+        monkeypatch.setattr(each, "address_towards", lambda host, port: None if host == "127.0.0.1" else "10.0.0.5")
         monkeypatch.setattr(each, "interface_of", lambda address: "eth0" if address == "10.0.0.5" else "lo")
 
 
 def test_the_way_has_its_reason() -> None:
-    found = find_way("store", 29500, {})
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.2", 0))
+        port = silent.getsockname()[1]
+        found = find_way("127.0.0.2", port, {})
     assert found.problem == ""
-    assert found.facts["store"] == "store:29500"
+    assert found.facts["store"] == f"127.0.0.2:{port}"
     assert (found.facts["address"], found.facts["interface"]) == ("10.0.0.5", "eth0")
     assert found.facts["because"] == "it leads to the store"
+    assert found.facts["answers"] == "no: Connection refused"
+
+
+def test_a_host_that_does_not_resolve_is_a_problem() -> None:
+    found = find_way("nowhere.invalid", 29500, {})
+    assert found.problem.startswith("the store's host 'nowhere.invalid' does not resolve: ")
     assert str(found.facts["answers"]).startswith("no: ")
 
 
@@ -40,7 +49,7 @@ def test_a_store_that_answers() -> None:
 
 
 def test_loopback_is_a_problem_that_says_its_repair() -> None:
-    found = find_way("store", 29500, {"GLOO_SOCKET_IFNAME": "lo"})
+    found = find_way("127.0.0.2", 1, {"GLOO_SOCKET_IFNAME": "lo"})
     assert found.facts["address"] is None
     assert re.fullmatch(
         f"host '.*' would use 127.0.0.1 .lo., because GLOO_SOCKET_IFNAME='lo' names it; .*: {re.escape(TO_SET)}",
@@ -48,7 +57,9 @@ def test_loopback_is_a_problem_that_says_its_repair() -> None:
     )
 
 
-@pytest.mark.parametrize("url", ["store", "store:29500", "tcp://store", "tcp://:1", "http://store:1"])
+@pytest.mark.parametrize(
+    "url", ["store", "store:29500", "tcp://store", "tcp://:1", "http://store:1", "tcp://store:99999", "tcp://[::1:5"]
+)
 def test_a_store_without_an_address_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["doctor", "--store", url])
