@@ -178,7 +178,8 @@ class Launch:
             stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: ranks split no line
             cpus=options.cpus[local] if options.cpus else frozenset(),
         )
-        output = RankOutput(terminal, number, prefix, log, options.tee or log is None)
+        prompts = number == 0 and os.isatty(0)
+        output = RankOutput(terminal, number, prefix, log, options.tee or log is None, prompts)
         output.attach(child.stdout, child.stderr)
         return LaunchedRank(number, child, output, restart)
 

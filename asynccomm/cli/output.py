@@ -4,6 +4,9 @@ A line ends with a line feed or with a carriage return, so that progress bars wo
 Bytes are never decoded. A line longer than ``LINE_BYTES`` is broken: holding the line would need unbounded memory, and
 passing its pieces on unbroken would mix them with lines of other processes.
 
+The start of a line may show after a pause, as a prompt has to. Lines of other processes then begin on a new line, and
+after these so does the rest of the unfinished line, behind the prefix again.
+
 The event loop never blocks: bytes that the terminal does not take yet are queued, and above ``QUEUE_BYTES`` the pipes
 are not read until the queue is written. The processes then wait, as they would in front of a slow terminal of their
 own.
@@ -22,6 +25,7 @@ from typing import IO, final
 LINE_BYTES = 1 << 20  # bytes; longer lines are broken. Up to two of these are held per rank
 QUEUE_BYTES = 1 << 20  # bytes waiting for one output above which its pipes are not read
 READ_BYTES = 1 << 16  # bytes per read: a pipe's capacity
+PAUSE_SECONDS = 0.1  # for an unfinished line to end, before its start is passed on
 WRITE_BYTES = 4096  # bytes per write: PIPE_BUF, which a writable pipe takes without blocking
 TAIL_LINES = 200  # lines of stderr kept for the report; chained tracebacks are long
 TAIL_LINE_BYTES = 2048  # bytes kept of each line
@@ -49,6 +53,11 @@ class LineSplitter:
             lines += self.finish()
         return lines
 
+    @property
+    def partial(self) -> bytes:
+        """The unfinished last line."""
+        return bytes(self._partial)
+
     def finish(self) -> list[bytes]:
         """The unfinished last line, with an ending; or an empty list."""
         rest = bytes(self._partial)
@@ -63,14 +72,28 @@ class Prefixer:
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
         self._after_return = False
+        self._begun = b""  # the start of the next line, which ``join`` has returned already
 
-    def join(self, lines: list[bytes]) -> bytes:
-        """``lines`` as one piece. A line feed that follows a carriage return belongs to the line before it."""
+    def join(self, lines: list[bytes], *, continues: bool = True) -> bytes:
+        """``lines`` as one piece. A line feed that follows a carriage return belongs to the line before it.
+
+        Args:
+            lines: of these the last may be unfinished; the next call begins with the same line, which is longer then.
+            continues: whether the output still ends in the unfinished line of the last call, if there is one.
+        """
         pieces: list[bytes] = []
         for line in lines:
-            continues = line == b"\r" or (line == b"\n" and self._after_return)
+            rest = line.removeprefix(self._begun)
+            if not self._begun:
+                bare = line == b"\r" or (line == b"\n" and self._after_return)
+            elif continues:
+                bare = True
+            else:  # the start of the line has a line of its own
+                rest = rest if rest.strip(b"\r\n") else b""
+                bare = not rest
+            pieces.append(rest if bare else self._prefix + rest)
             self._after_return = line.endswith(b"\r")
-            pieces.append(line if continues else self._prefix + line)
+            self._begun = b"" if line.endswith((b"\r", b"\n")) else line
         return b"".join(pieces)
 
 
@@ -100,6 +123,7 @@ class OutputSink:
         self._fd = fd
         self._queue = bytearray()
         self._open = True
+        self._unfinished: object = None  # the source of the line that the output ends in
         self._waiting = False
         self._drained = asyncio.Event()
         self._drained.set()
@@ -110,12 +134,23 @@ class OutputSink:
     def full(self) -> bool:
         return len(self._queue) > QUEUE_BYTES
 
-    def write(self, data: bytes) -> None:
-        """Write ``data`` after all earlier data; never blocks, never raises."""
-        if self._open:
+    def write(self, data: bytes, source: object = None) -> None:
+        """Write ``data`` after all earlier data, an unfinished line of another source ended; never blocks or raises.
+
+        Args:
+            source: of an unfinished line at the end of ``data``, which the same source may continue.
+        """
+        if self._open and data:
+            if self._unfinished is not None and not self.continues(source):
+                self._queue += b"\n"
             self._queue += data
+            self._unfinished = None if data.endswith((b"\r", b"\n")) else source
             if not self._waiting:
                 self._flush()
+
+    def continues(self, source: object) -> bool:
+        """Whether the output ends in an unfinished line of ``source``."""
+        return self._unfinished is source
 
     async def drain(self) -> None:
         """Wait until everything is written. Cancelling is safe."""
@@ -150,13 +185,22 @@ class PipeReader:
         pipe: the read end, unbuffered; closed at the end.
         on_lines: receives complete lines, at least one.
         sink: the lines' output; while it is full the pipe is not read.
+        on_start: receives the start of a line that does not end within PAUSE_SECONDS, and again if the start grows.
     """
 
-    def __init__(self, pipe: IO[bytes], on_lines: Callable[[list[bytes]], None], sink: OutputSink) -> None:
+    def __init__(
+        self,
+        pipe: IO[bytes],
+        on_lines: Callable[[list[bytes]], None],
+        sink: OutputSink,
+        on_start: Callable[[bytes], None] | None = None,
+    ) -> None:
         self._pipe = pipe
         self._fd = pipe.fileno()
         os.set_blocking(self._fd, False)
         self._on_lines = on_lines
+        self._on_start = on_start
+        self._pause: asyncio.TimerHandle | None = None
         self._sink = sink
         self._splitter = LineSplitter()
         self._resume: asyncio.Task[None] | None = None
@@ -192,14 +236,27 @@ class PipeReader:
             self._end()
             return False
         self._hand_on(self._splitter.feed(data))
+        if self._on_start is not None and self._pause is None and self._splitter.partial:
+            self._pause = self._loop.call_later(PAUSE_SECONDS, self._hand_on_start, self._on_start)
         return True
 
     def _hand_on(self, lines: list[bytes]) -> None:
         if lines:
+            self._cancel_pause()
             self._on_lines(lines)
+
+    def _hand_on_start(self, on_start: Callable[[bytes], None]) -> None:
+        self._pause = None
+        on_start(self._splitter.partial)
+
+    def _cancel_pause(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
 
     def _end(self) -> None:
         if self._fd >= 0:
+            self._cancel_pause()
             self._hand_on(self._splitter.finish())
             self._loop.remove_reader(self._fd)
             self._pipe.close()

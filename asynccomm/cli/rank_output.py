@@ -71,15 +71,23 @@ class RankOutput:
         prefix: put before each line on the terminal.
         log: a file that also receives the lines, if any.
         shown: whether lines go to the terminal.
+        prompts: whether the start of an unfinished line shows.
     """
 
     def __init__(
-        self, terminal: Terminal, rank: int, prefix: bytes, log: LogFile | None = None, shown: bool = True
+        self,
+        terminal: Terminal,
+        rank: int,
+        prefix: bytes,
+        log: LogFile | None = None,
+        shown: bool = True,
+        prompts: bool = False,
     ) -> None:
         self.tail: Tail = Tail()  #: of stderr
         self._terminal = terminal
         self._log = log
         self._shown = shown
+        self._prompts = prompts
         self._out_prefix = Prefixer(prefix)
         self._err_prefix = Prefixer(prefix)
         self._readers: list[PipeReader] = []
@@ -90,9 +98,10 @@ class RankOutput:
         """Start reading these pipes."""
         assert stdout is not None, "the process was spawned without pipes"
         assert stderr is not None, "the process was spawned without pipes"
+        on_starts = (self._on_stdout_start, self._on_stderr_start) if self._prompts else (None, None)
         self._readers = [
-            PipeReader(stdout, self._on_stdout, self._terminal.out),
-            PipeReader(stderr, self._on_stderr, self._terminal.err),
+            PipeReader(stdout, self._on_stdout, self._terminal.out, on_starts[0]),
+            PipeReader(stderr, self._on_stderr, self._terminal.err, on_starts[1]),
         ]
 
     def close(self) -> None:
@@ -117,6 +126,13 @@ class RankOutput:
         if self._folder.holds:
             self._timer = asyncio.get_running_loop().call_later(FOLD_SECONDS, self._flush)
 
+    def _on_stdout_start(self, start: bytes) -> None:
+        self._show([start], self._out_prefix, self._terminal.out)
+
+    def _on_stderr_start(self, start: bytes) -> None:
+        self._flush()
+        self._show([start], self._err_prefix, self._terminal.err)
+
     def _flush(self) -> None:
         self._show(self._folder.flush(), self._err_prefix, self._terminal.err)
 
@@ -126,4 +142,4 @@ class RankOutput:
 
     def _show(self, lines: list[bytes], prefix: Prefixer, sink: OutputSink) -> None:
         if self._shown and lines:
-            sink.write(prefix.join(lines))
+            sink.write(prefix.join(lines, continues=sink.continues(prefix)), prefix)

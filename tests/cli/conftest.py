@@ -58,12 +58,14 @@ def process_tree(pid: int, indent: str = "") -> str:
 class Running:
     """A launcher in the background, its output collected as it comes."""
 
-    def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: list[str], directory: Path, environment: dict[str, str], stdin: int = subprocess.PIPE
+    ) -> None:
         self.process = subprocess.Popen(
             command,
             cwd=directory,
             env=environment,
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
@@ -86,6 +88,10 @@ class Running:
         """Wait until ``text`` was printed on stdout."""
         wanted = text.encode() if isinstance(text, str) else text
         wait_until(lambda: self.out.count(wanted) >= times, f"{wanted!r} in {bytes(self.out)!r} {bytes(self.err)!r}")
+
+    def sees_error(self, text: str) -> None:
+        """Wait until ``text`` was printed on stderr."""
+        wait_until(lambda: text.encode() in self.err, f"{text!r} in {bytes(self.out)!r} {bytes(self.err)!r}")
 
     def words_after(self, word: str) -> list[int]:
         """The numbers printed behind ``word`` so far."""
@@ -110,7 +116,8 @@ class Running:
             self.process.kill()
         self.finish()
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            pipe.close()
+            if pipe is not None:
+                pipe.close()
 
 
 class Launcher:
@@ -124,10 +131,12 @@ class Launcher:
         (self.directory / name).write_text(textwrap.dedent(source))
         return name
 
-    def start(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Running:
+    def start(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, stdin: int = subprocess.PIPE
+    ) -> Running:
         clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         command = [sys.executable, "-m", "asynccomm.cli.main", *arguments]
-        started = Running(command, self.directory, clean | dict(environment or {}))
+        started = Running(command, self.directory, clean | dict(environment or {}), stdin)
         self._resources.callback(started.close)
         return started
 

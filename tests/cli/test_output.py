@@ -3,6 +3,7 @@ import os
 
 import pytest
 
+from asynccomm.cli import output
 from asynccomm.cli.output import (
     LINE_BYTES,
     QUEUE_BYTES,
@@ -53,6 +54,65 @@ def test_prefix_comes_once_per_line() -> None:
     prefixer = Prefixer(b"[3] ")
     assert prefixer.join([b"a\n", b"\n", b"\r", b"50%\r"]) == b"[3] a\n[3] \n\r[3] 50%\r"
     assert prefixer.join([b"\n", b"\n"]) == b"\n[3] \n"  # the first one ends the line that 50% was on
+
+
+def test_the_rest_of_a_line_comes_without_a_second_prefix() -> None:
+    prefixer = Prefixer(b"[0] ")
+    assert prefixer.join([b"a\n", b"na"]) == b"[0] a\n[0] na"
+    assert prefixer.join([b"name? "]) == b"me? "
+    assert prefixer.join([b"name? bob\n", b"b\n"]) == b"bob\n[0] b\n"
+
+
+def test_the_rest_of_a_line_that_was_ended_has_a_prefix() -> None:
+    prefixer = Prefixer(b"[0] ")
+    for rest, shown in ((b"bob\n", b"[0] bob\n"), (b"\n", b""), (b"\r", b"")):
+        assert prefixer.join([b"name? "]) == b"[0] name? "
+        assert prefixer.join([b"name? " + rest, b"b\n"], continues=False) == shown + b"[0] b\n"
+    assert prefixer.join([b"na"]) == b"[0] na"
+    assert prefixer.join([b"name? "], continues=False) == b"[0] me? "
+    assert prefixer.join([b"name? bob\n"]) == b"bob\n"
+    assert prefixer.join([b"na"]) == b"[0] na"
+    assert prefixer.join([b"another line\n"]) == b"another line\n", "no byte is lost"
+
+
+async def test_an_unfinished_line_of_another_source_is_ended() -> None:
+    read, write = os.pipe()
+    sink = OutputSink(write)
+    sink.write(b"na", "first")
+    sink.write(b"me? ", "first")
+    assert sink.continues("first")
+    assert not sink.continues("second")
+    sink.write(b"", "second")
+    sink.write(b"10%\r", "second")
+    assert not sink.continues("first")
+    sink.write(b"bob\n", "first")
+    sink.write(b"name? ", "first")
+    sink.write(b"a message\n")
+    assert taken(read) == b"name? \n10%\rbob\nname? \na message\n"
+    os.close(read)
+    os.close(write)
+
+
+async def test_the_start_of_a_line_is_passed_on_if_the_line_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "PAUSE_SECONDS", 0.001)
+    read, write = os.pipe()
+    null = os.open(os.devnull, os.O_WRONLY)
+    got: list[bytes] = []
+    starts: asyncio.Queue[bytes] = asyncio.Queue()
+    reader = PipeReader(os.fdopen(read, "rb", buffering=0), got.extend, OutputSink(null), starts.put_nowait)
+    os.write(write, b"a\nna")
+    assert await starts.get() == b"na"
+    os.write(write, b"me? ")
+    assert await starts.get() == b"name? "
+    os.write(write, b"bob\nb")
+    assert await starts.get() == b"b"
+    os.write(write, b"\nc")
+    reader.close()
+    assert got == [b"a\n", b"name? bob\n", b"b\n", b"c\n"], "lines are whole"
+    await asyncio.sleep(0.01)
+    assert starts.empty()
+    os.close(write)
+    os.close(null)
 
 
 def test_tail_keeps_the_last_lines() -> None:

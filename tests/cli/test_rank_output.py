@@ -106,6 +106,61 @@ def test_progress_bars_move(launcher) -> None:
     assert started.out == b"[0] 10%\r[0] 20%\r[0] 100%\n"
 
 
+def test_a_prompt_shows_where_stdin_is_a_terminal(launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            print("hello", input("your name? "))
+            print("password? ", end="", file=sys.stderr, flush=True)
+            input()
+        else:
+            while not os.path.exists("go on"):
+                time.sleep(0.01)
+            print("another rank")
+        """
+    )
+    terminal, stdin = os.openpty()
+    try:
+        started = launcher.start("run", "-n", "2", "--log-dir", "logs", "--tee", script, stdin=stdin)
+        started.sees("[0] your name? ")
+        (launcher.directory / "go on").touch()
+        started.sees("[0] your name? \n[1] another rank\n")
+        os.write(terminal, b"bob\n")
+        started.sees_error("[0] password? ")
+        os.write(terminal, b"\n")
+        assert started.finish() == 0
+    finally:
+        os.close(terminal)
+        os.close(stdin)
+    assert started.out == b"[0] your name? \n[1] another rank\n[0] hello bob\n"
+    assert started.err == b"[0] password? \n"
+    assert (launcher.directory / "logs/rank0.log").read_bytes() == b"your name? hello bob\npassword? \n"
+
+
+def test_lines_of_ranks_stay_whole_where_stdin_is_no_terminal(launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            print("one ", end="", flush=True)
+            time.sleep(0.3)  # longer than the pause
+            open("go on", "w").close()
+            sys.stdin.readline()
+            print("line")
+        else:
+            while not os.path.exists("go on"):
+                time.sleep(0.01)
+            print("another rank")
+        """
+    )
+    started = launcher.start("run", "-n", "2", script)
+    started.sees("[1] another rank\n")
+    started.process.stdin.write(b"\n")
+    assert started.finish() == 0
+    assert started.out == b"[1] another rank\n[0] one line\n"
+
+
 def test_bytes_that_are_no_text_pass(launcher) -> None:
     script = launcher.script("import os; os.write(1, bytes(set(range(256)) - {10, 13}) + b'end')")
     started = launcher.start("run", "-n", "1", script)
