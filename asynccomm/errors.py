@@ -227,7 +227,8 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
         rank: the rank that reports.
         elapsed: seconds since the call.
         timeout: seconds that were allowed.
-        missing: ranks that have not called it, or do not answer; ranks without a control channel are not asked.
+        missing: ranks that have not called it, or do not answer; not asked are ranks without a control channel, and
+            ranks to which a rank that does not answer would pass the question on.
         arrived: ranks known to have called it.
         doing: for each missing rank, in order, its last call and where, or why it does not answer; may be empty.
         site: call site of the operation, if known.

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple, final
 
 from msgspec import to_builtins
@@ -27,7 +27,7 @@ from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.fingerprints import Fingerprint
 from asynccomm.control.runs import RankRuns, compact_ranks, expand_ranks
 from asynccomm.control.subscribers import EVERY
-from asynccomm.control.timing import PING_SECONDS
+from asynccomm.control.timing import PING_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.schema import JsonObject, decode
 from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.hosts import host_name
@@ -187,10 +187,21 @@ class Reporter:
         await self.request(ranks, min(timeout, PING_SECONDS), what="ping")
         began = time.monotonic()
         await asyncio.sleep(max(0.0, PING_SECONDS - (time.monotonic() - began)))
-        replies = await self.request(ranks, timeout, what="state", stacks=stacks, tag=tag)
-        return {rank: self._state(rank, replies.get(rank)) for rank in ranks}
+        relays = {self._ranks[job] for rank in ranks for job in self._relays(rank) if job in self._ranks}
+        asked = [*ranks, *sorted(relays - {*ranks})]
+        replies = await self.request(asked, timeout, what="state", stacks=stacks, tag=tag)
+        silent = {self._jobs[rank] for rank in asked if rank not in replies}
+        return {rank: self._state(rank, replies.get(rank), silent) for rank in ranks}
 
-    def _state(self, rank: int, reply: JsonObject | None) -> RankState:
+    def _relays(self, rank: int) -> list[int]:
+        """The ranks of the job that pass messages on to ``rank`` of the comm."""
+        channel, job = self._channel, self._jobs[rank]
+        if job not in channel.topology.contacts or job in channel.gone:
+            return []
+        return channel.topology.between(channel.rank, job, {*channel.gone})
+
+    def _state(self, rank: int, reply: JsonObject | None, silent: Collection[int]) -> RankState:
+        """The state in a reply, or the reason why there is none; ``silent`` ranks of the job were asked in vain."""
         channel, job = self._channel, self._jobs[rank]
         if reply is not None:
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
@@ -199,6 +210,9 @@ class Reporter:
             return RankState(rank, False, reachable=False)
         if job in channel.gone:
             return RankState(rank, False, gone=channel.gone[job])
+        for relay in self._relays(rank):
+            if relay in silent or (relay not in self._ranks and (channel.silence(relay) or 0.0) > SILENT_SECONDS):
+                return RankState(rank, False, relay=self._ranks.get(relay, -1))
         return RankState(rank, False, silent=channel.silence(job))
 
     @property
@@ -213,13 +227,18 @@ class Reporter:
             return RollCall(missing, doing=[states[rank].doing for rank in missing])
         proposed = work.seq == UNNUMBERED  # then the ranks count the operations under its tag
         states = await self.states(self._others, timeout, tag=work.op.label if proposed else None)
-        known = [rank for rank, state in states.items() if state.reachable]
+        hidden = {rank: state.relay for rank, state in states.items() if state.relay is not None and state.relay >= 0}
+        known = [rank for rank, state in states.items() if state.reachable and rank not in hidden]
         if proposed:
             missing = [rank for rank in known if not states[rank].issued]
         else:
             missing = [rank for rank in known if states[rank].collectives <= work.seq]
         arrived = sorted({self._group.rank, *known} - {*missing})
-        return RollCall(missing, arrived, [states[rank].doing for rank in missing])
+        doing = {rank: states[rank].doing for rank in missing}
+        for relay in sorted({*hidden.values()}):
+            unasked = sorted(rank for rank, by in hidden.items() if by == relay)
+            doing[relay] += f"; ranks {unasked} could not be asked, as it passes messages on to them"
+        return RollCall(missing, arrived, list(doing.values()))
 
     async def diagnose(self, timeout: float, *, stacks: bool) -> Diagnosis:
         """The states of all ranks."""

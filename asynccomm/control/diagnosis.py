@@ -31,10 +31,12 @@ class RankState:
     """The state of one rank."""
 
     rank: int
-    answered: bool  #: if False, only ``silent``, ``gone`` and ``reachable`` are known
+    answered: bool  #: if False, only ``silent``, ``gone``, ``reachable`` and ``relay`` are known
     silent: float | None = None  #: seconds since the last message of a rank that did not answer; None: unknown
     gone: str | None = None  #: reason of the loss; empty: an orderly leave; None: not gone
     reachable: bool = True  #: whether the rank has a control channel
+    #: the rank that does not answer and would have to pass messages on to this one; -1: it is not in the comm
+    relay: int | None = None
     state: str = ""  #: "open", "closed", or "broken: " with the reason
     host: str = ""
     pid: int = 0
@@ -64,6 +66,9 @@ class RankState:
             return f"is gone: {self.gone}" if self.gone else "has left"
         if not self.reachable:
             return "has no control channel"
+        if self.relay is not None:
+            relay = f"rank {self.relay}" if self.relay >= 0 else "a rank outside this comm"
+            return f"could not be asked: {relay}, which passes messages on to it, does not answer"
         if not self.answered:
             heard = "" if self.silent is None else f": it was last heard {self.silent:.1f} s ago"
             return f"does not answer{heard}; it is stopped, or something holds its interpreter lock"
@@ -92,7 +97,7 @@ class RankState:
 
 
 # all fields of an answer that describe the rank itself
-_ANSWERED: Final = {field.name for field in fields(RankState)} - {"silent", "gone", "reachable"}
+_ANSWERED: Final = {field.name for field in fields(RankState)} - {"silent", "gone", "reachable", "relay"}
 
 
 @final
@@ -105,9 +110,10 @@ class Diagnosis:
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """The ranks that have issued fewer collectives than others, are gone, or did not answer."""
+        """The ranks that have issued fewer collectives than others, are gone, or did not answer when asked."""
         most = max((state.collectives for state in self.ranks), default=0)
-        return tuple(s.rank for s in self.ranks if not s.answered or s.gone is not None or s.collectives < most)
+        asked = [state for state in self.ranks if state.relay is None]
+        return tuple(s.rank for s in asked if not s.answered or s.gone is not None or s.collectives < most)
 
     def __str__(self) -> str:
         count = max((state.collectives for state in self.ranks), default=0)

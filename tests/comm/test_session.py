@@ -35,6 +35,7 @@ from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.comm.connecting import connect_session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import RankState
+from asynccomm.control.timing import SILENT_SECONDS
 from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Barrier, Recv
 from asynccomm.testing.local import loopback_world
@@ -493,6 +494,26 @@ async def test_ranks_that_do_not_answer_do_not_hold_up_deadlines(monkeypatch: py
             await a.barrier(timeout=0.05)
         assert caught.value.missing == (1,)
         assert "rank 1: does not answer" in str(caught.value)
+
+
+async def test_ranks_behind_one_that_does_not_answer_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(4) as world:
+        inner, other = await asyncio.gather(*(world[rank].split([1, 2], "inner") for rank in (1, 2)))
+        monkeypatch.setattr(channel_of(world[0])._router, "received", lambda link, data: None)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await world[2].barrier(timeout=0.05)
+        assert caught.value.missing == (0,)
+        assert caught.value.arrived == (2,)
+        assert "ranks [1, 3] could not be asked, as it passes messages on to them" in str(caught.value)
+        found = await world[3].diagnose(timeout=0.2)
+        assert found.behind == (0,)
+        assert "rank 1 could not be asked: rank 0, which passes messages on to it, does not answer" in str(found)
+        monkeypatch.setattr(channel_of(inner), "silence", {0: SILENT_SECONDS + 1}.get)
+        found = await inner.diagnose(timeout=0.2)
+        assert found.behind == ()
+        assert "rank 1 could not be asked: a rank outside this comm, which passes" in str(found)
+        monkeypatch.undo()
+        await asyncio.gather(inner.aclose(), other.aclose())
 
 
 async def test_a_deadline_without_a_control_channel_names_no_rank() -> None:

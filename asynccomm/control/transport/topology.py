@@ -62,6 +62,20 @@ class Topology:
         leader = _first(self._hosts[self.contacts[rank].host], gone)
         return root if leader == rank else leader
 
+    def between(self, rank: int, other: int, gone: Collection[int]) -> list[int]:
+        """The ranks that pass messages on between two ranks."""
+        path, way = self._way_up(rank, gone), self._way_up(other, gone)
+        while len(path) > 1 and len(way) > 1 and path[-2] == way[-2]:
+            del path[-1], way[-1]
+        return [each for each in dict.fromkeys([*path, *way[-2::-1]]) if each not in (rank, other)]
+
+    def _way_up(self, rank: int, gone: Collection[int]) -> list[int]:
+        """``rank``, the ranks above it, and the root at the end."""
+        way, root = [rank], self.root(gone)
+        while (above := self.above(way[-1], gone, root)) is not None:
+            way.append(above)
+        return way
+
     def next_leader(self, rank: int, gone: Collection[int]) -> int | None:
         """The leader of the host of ``rank``, its leader, once that is gone; None: there is no other rank."""
         return next((r for r in self._hosts[self.contacts[rank].host] if r > rank and r not in gone), None)

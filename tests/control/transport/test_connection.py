@@ -17,6 +17,7 @@ import pytest
 from asynccomm.control.transport import connection as connection_module
 from asynccomm.control.transport.connection import Connection, Tokens, Welcome, connect, end_connections, listens
 from asynccomm.control.transport.framing import HELLO_BYTES, Decoder, encode
+from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import tcp_socket
 from asynccomm.control.transport.topology import RankAddress
@@ -92,6 +93,23 @@ async def test_an_impostor_that_listens(reply: bytes) -> None:
         await Guest().connect(contact, Tokens("ask", "the right answer"))
     assert heard == [{"kind": "Hello", "token": "ask", "who": 7}]
     server.close()
+
+
+async def test_small_messages_between_hosts_are_not_delayed() -> None:
+    tokens = Tokens("ask", "answer")
+    accepted: list[Connection] = []
+    listener = Listener(tokens, lambda who: "", lambda who, connection: accepted.append(connection), print)
+    sock = tcp_socket("127.0.0.1")
+    listener.listen(sock)
+    contact = RankAddress(0, "here", 1, "", "127.0.0.1", sock.getsockname()[1])
+    mine = await connect(contact, False, tokens, 1, print, print)
+    for connection in (mine, *accepted):
+        assert connection._transport is not None
+        end = connection._transport.get_extra_info("socket")
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+        connection.close()
+    assert accepted
+    listener.close()
 
 
 async def test_nobody_listens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,6 +67,19 @@ def test_the_ranks_below_are_those_that_lead_here(hosts: str, gone: set[int]) ->
     left = [rank for rank in tree.contacts if rank not in gone]
     for rank in left:
         assert sorted(tree.below(rank, gone)) == [other for other in left if tree.above(other, gone) == rank]
+
+
+@given(st.text("abc", min_size=1, max_size=8), st.sets(st.integers(0, 7)))
+def test_messages_pass_over_the_ranks_between(hosts: str, gone: set[int]) -> None:
+    tree = topology(hosts)
+    left = [rank for rank in range(len(hosts)) if rank not in gone]
+    for rank in left:
+        for other in left:
+            between = tree.between(rank, other, gone)
+            way = list(dict.fromkeys([rank, *between, other]))
+            assert len(way) == len(between) + 2 - (rank == other)
+            for one, following in pairwise(way):
+                assert one == tree.above(following, gone) or following == tree.above(one, gone)
 
 
 def test_all_gone_has_no_root() -> None:
