@@ -73,6 +73,8 @@ async def awaited(work: Work[T]) -> T:
         work._send()
         work.listen(news)
         await arrived
+    elif work._mailbox.should_yield():
+        await asyncio.sleep(0)
     return work.result()
 
 

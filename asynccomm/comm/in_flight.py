@@ -171,8 +171,9 @@ class InFlight:
             return self._crowded()
 
         if not crowded():
-            if self._much():
-                await asyncio.sleep(0)  # the ranks can agree on held operations only when the loop runs
+            # the ranks can agree on held operations only when the loop runs
+            if self._much() or self._mailbox.should_yield():
+                await asyncio.sleep(0)
             return 0.0
         began = time.monotonic()
         self._waits += 1

@@ -56,6 +56,7 @@ class CoalesceScope(Handle):
         self._fast = fast  # of the only comm
         # by name, so that all ranks with several comms in common send in the same order
         self._deferred: Final = sorted(deferred, key=lambda each: each.submitter.group.name)
+        self._mailbox = self._deferred[0].submitter.mailbox
         self._queues: list[DeferredQueue] = []  # one queue for each comm
         self._since: list[tuple[int, int]] = []  # operations and Works in each queue before this scope
         self._entered = False
@@ -86,14 +87,16 @@ class CoalesceScope(Handle):
     async def _all(self) -> list[Any]:
         works = self.works
         values = values_of(works)
-        if values is not None:
-            return values
-        for work in works:
-            if work.done():
-                work.result()  # an error is raised at once
-            else:
-                await work
-        return [work.result() for work in works]
+        suspends = False
+        if values is None:
+            for work in works:
+                if not work.done() or work.exception() is not None:
+                    await work
+                    suspends = True
+            values = [work.result() for work in works]
+        if not suspends and self._mailbox.should_yield():  # a finished batch counts as one finished Work
+            await asyncio.sleep(0)
+        return values
 
     def wait(self, timeout: float | timedelta | None = None) -> list[Any]:
         """``Work.wait`` for each Work in order; ``timeout`` applies to each of them."""

@@ -258,7 +258,10 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
             wake = partial(outcome.wake, waiter)
             order.listen(lambda: self._mailbox.post(wake))
             self.add_done_callback(lambda _: wake())
+            self._mailbox.reset_streak()
             await waiter
+        elif self._mailbox.should_yield():
+            await asyncio.sleep(0)
         return self._follow(order, stream, math.inf)
 
     def _send(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from asynccomm import ClosedError, NotSentError, WouldBlockError, blocking, new_comm
 from asynccomm.blocking.portal import Portal, awaited, made, run_on, settled
-from tests.waiting import until
+from tests.waiting import lets_others_run, until
 
 
 @pytest.fixture
@@ -97,6 +97,7 @@ async def test_works_of_another_loop_are_awaited() -> None:
     assert (await waiting).item() == 1
     assert (await settled(work)).item() == 1
     assert (await asyncio.to_thread(settled, work)).item() == 1
+    assert await lets_others_run(lambda: awaited(work))
     lost = await asyncio.to_thread(lambda: comm.recv(tensor, 0))
     comm.abort("enough")
     with pytest.raises(Exception, match="enough"):

@@ -18,6 +18,7 @@ from asynccomm.core.work import UNNUMBERED
 from asynccomm.ops import Barrier
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.local import loopback_world
+from tests.waiting import lets_others_run
 
 
 def hub_of(comm: Comm) -> Hub:
@@ -155,6 +156,11 @@ async def test_held_operations_do_not_count_for_ready() -> None:
     assert not waiting.done()
     sent.settle()
     await asyncio.wait_for(waiting, 10)
+
+
+async def test_a_loop_of_ready_lets_other_tasks_run() -> None:
+    alone = Alone()
+    assert await lets_others_run(lambda: alone.in_flight.ready(stay_open))
 
 
 async def test_ready_raises_the_error_of_a_comm_that_ends() -> None:

@@ -27,10 +27,12 @@ from asynccomm import (
 )
 from asynccomm.backends.base import Submission
 from asynccomm.comm.scopes import CoalesceScope, check_limit
+from asynccomm.core.python_state import STREAK_AWAITS
 from asynccomm.core.work import Work
 from asynccomm.testing.local import loopback_world
 from tests.batching.recording import Recorder
 from tests.fake_streams import STREAM, Place
+from tests.waiting import lets_others_run
 
 
 def ones(n: int = 2) -> Tensor:
@@ -177,6 +179,40 @@ async def test_await_the_batch(pair: list[Comm]) -> None:
     assert [t.tolist() for t in tensors] == [[2.0] * n for n in (1, 2, 3)]
     assert await batches[0] == results, "again"
     assert len(await batches[1]) == 4
+
+
+async def test_a_loop_of_finished_batches_lets_other_tasks_run(comm: Comm) -> None:
+    async def tensors(calls: int) -> None:
+        async with comm.coalesce() as batch:
+            for _ in range(calls):
+                comm.all_reduce(ones())
+        await batch
+
+    async def objects() -> None:
+        async with comm.coalesce() as batch:
+            comm.all_gather_object(1)
+        await batch
+
+    async def failed() -> None:
+        with pytest.raises(NotSentError):
+            await dropped
+
+    with pytest.raises(ZeroDivisionError):
+        async with comm.coalesce() as dropped:
+            comm.barrier()
+            raise ZeroDivisionError
+    for once in (lambda: tensors(0), lambda: tensors(1), lambda: tensors(3), objects, failed):
+        assert await lets_others_run(once)
+
+
+async def test_a_finished_batch_does_not_suspend(comm: Comm) -> None:
+    with comm.coalesce() as batch:
+        for _ in range(2 * STREAK_AWAITS):
+            comm.barrier()
+    await asyncio.sleep(0)
+    comm._session.mailbox.reset_streak()
+    with pytest.raises(StopIteration):
+        next(batch.__await__())
 
 
 async def test_awaiting_a_work_inside_sends_the_held_operations(comm: Comm) -> None:

@@ -28,6 +28,7 @@ from asynccomm.errors import AsyncCommError, BackendError, WouldBlockError
 from asynccomm.ops import AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
 from tests.fake_streams import STREAM, Place
+from tests.waiting import lets_others_run
 
 OP = AllReduce(torch.float32, 4, ReduceOp.SUM)
 VALUE = object()
@@ -568,6 +569,13 @@ async def test_ordered_does_not_suspend_once_it_is_in_a_stream(bench: Bench, imm
     assert caught.value.value is VALUE
     assert order.ordered == [STREAM]
     assert not work.done()
+
+
+@on_both_loops
+async def test_a_loop_of_ordered_lets_other_tasks_run(bench: Bench) -> None:
+    work = bench.work()
+    placed(work, issued=True)
+    assert await lets_others_run(work.ordered)
 
 
 @on_both_loops
