@@ -44,7 +44,7 @@ from asynccomm.errors import (
     CollectiveMismatchError,
     PeerLostError,
 )
-from asynccomm.ops import MessageSpace, Op, PeerParcel
+from asynccomm.ops import Op, PeerParcel
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 from asynccomm.rendezvous.job import CommIdentity
@@ -147,17 +147,17 @@ class Session:
         )
 
     async def wait_idle(self) -> None:
-        """Wait until no operation is in flight, except receives of streams, before another comm replaces this one."""
+        """Wait until no operation is in flight, except open-ended ones, before another comm replaces this one."""
         if self.error is None:
             with self.submitter.lock:
                 self.deferred.flush_all()
         await self.in_flight.wait_while(
-            lambda: self.error is None and any(not _of_stream(work) for work in self.in_flight.all())
+            lambda: self.error is None and any(not work.op.open_ended for work in self.in_flight.all())
         )
 
     def retire(self) -> None:
         """Fail the remaining operations: another comm replaces this one, and no rank will answer them."""
-        self._end_streams()
+        self._end_open_ended()
         if self.in_flight.all():
             self.fail(AbortedError(self.group.rank, "another comm goes on in place of this one"), notify=False)
 
@@ -210,7 +210,7 @@ class Session:
                 self.deferred.flush_all()
                 with self._breaking:
                     self.submitter.error = self.error or closed
-            self._end_streams()
+            self._end_open_ended()
             self._end_dependents(closed)
             if self.regrouping is not None:
                 self.regrouping.cancel()
@@ -221,13 +221,15 @@ class Session:
             self.abort("closing was cancelled")
             raise
 
-    def _end_streams(self) -> None:
-        """Settle the receives of streams: they may stay idle for ever, without a reader."""
-        ended = ClosedError(f"comm {self.group.name!r} was closed while the stream was open")
-        ended.observed = True  # only a reader of the stream needs the error
+    def _end_open_ended(self) -> None:
+        """Settle the open-ended operations: the receives of streams may even be without a reader."""
+        name = self.group.name
+        stream_ended = ClosedError(f"comm {name!r} was closed while the stream was open")
+        stream_ended.observed = True  # only a reader of the stream needs the error
+        wait_ended = ClosedError(f"comm {name!r} was closed before the signal came")
         for work in self.in_flight.all():
-            if _of_stream(work):
-                work.settle(ended)
+            if work.op.open_ended:
+                work.settle(stream_ended if isinstance(work.op, PeerParcel) else wait_ended)
 
     def _end_dependents(self, error: AsyncCommError) -> None:
         for dependent in list(self.dependents):
@@ -415,10 +417,6 @@ def _recorded(own: Session | None = None) -> list[RecordedComm]:
     """The open comms of this process for its flight recorder: ``own``, and those that have not given up their names."""
     sessions = [each for each in open_sessions() if each.identity.has_name or each is own]
     return [(each.submitter, each.identity.job_ranks) for each in sessions]
-
-
-def _of_stream(work: Work[Any]) -> bool:
-    return isinstance(work.op, PeerParcel) and not work.op.is_send and work.op.channel is MessageSpace.STREAMS
 
 
 def _close_all() -> None:

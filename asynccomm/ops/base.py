@@ -74,6 +74,11 @@ class Op:
         """Whether no rank can complete the operation before every rank has started it: each needs data from all."""
         return False
 
+    @property
+    def open_ended(self) -> bool:
+        """Whether the operation may stay idle for ever, so that closing the comm ends it."""
+        return False
+
     def fits(self, other: Op) -> bool:
         """Whether ``other``, issued by another rank at the same place, is the same collective."""
         return self == other

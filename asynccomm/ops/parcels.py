@@ -112,3 +112,7 @@ class RecvParcel(PeerParcel):
 
     kind = "recv_parcel"
     is_send = False
+
+    @property
+    def open_ended(self) -> bool:
+        return self.channel is MessageSpace.STREAMS

@@ -215,6 +215,10 @@ class WindowWait(WindowOp):
             raise TypeError(f"cmp must be a SignalCmpOp, got {cmp!r}")
         return Call(cls(window.number, None, window.check_slot(slot), check_signal_value(value), cmp), (), (), None)
 
+    @property
+    def open_ended(self) -> bool:
+        return True
+
     def __str__(self) -> str:
         return self.shown(self.kind, f"slot={self.slot} {self.cmp.value} {self.value}")
 

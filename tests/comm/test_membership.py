@@ -667,6 +667,17 @@ async def test_an_idle_stream_is_no_obstacle() -> None:
         await close(new)
 
 
+async def test_a_wait_for_a_signal_is_no_obstacle() -> None:
+    async with loopback_world(2, timeout=3600) as comms:
+        windows = await asyncio.gather(*(comm.window(8) for comm in comms))
+        work = windows[0].wait_signal()
+        new = await shrunk(comms)
+        with pytest.raises(ClosedError, match="comm 'test' was closed before the signal came"):
+            await work
+        await check(new)
+        await close(new)
+
+
 async def test_later_calls_do_not_delay_shrinking() -> None:
     async with loopback_world(2) as comms:
         calls = [asyncio.ensure_future(_await(comms[0].shrink()))]

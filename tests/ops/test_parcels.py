@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from asynccomm.ops import MessageSpace, Parcels
+from asynccomm.ops import MessageSpace, Parcels, RecvParcel, SendParcel
 from asynccomm.ops.validation import MAX_TAG
 
 
@@ -30,3 +30,9 @@ def test_keys_of_channels_never_meet() -> None:
     assert all(0 <= key < 2**30 for key in keys)
     assert MessageSpace.TENSORS.key(7) == 7
     assert MessageSpace.of_key(MessageSpace.STREAMS.key(9)) == (MessageSpace.STREAMS, 9)
+
+
+def test_only_the_receives_of_streams_are_open_ended() -> None:
+    for channel in MessageSpace:
+        assert not SendParcel("put", 0, 0, channel).open_ended
+        assert RecvParcel("get", 0, 0, channel).open_ended is (channel is MessageSpace.STREAMS)

@@ -48,6 +48,7 @@ def test_errors_and_diagnoses_show_the_operation_as_a_call() -> None:
         "window(window=4)",
     ]
     assert all(op.p2p for op in ops)
+    assert [op.kind for op in ops if op.open_ended] == ["wait_signal"]
 
 
 @given(

@@ -26,6 +26,7 @@ from asynccomm.testing.conformance import windows
 from asynccomm.testing.conformance.suite import _checks
 from tests.forkserver import Nursery
 from tests.sampling import some
+from tests.waiting import until
 
 CHECKS = [check.__name__ for check in _checks(windows)]
 BACKENDS = pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -227,6 +228,36 @@ async def test_closing_fails_waits_and_later_calls_and_is_repeatable() -> None:
                 call()
         assert "closed" in repr(one)
         assert [comm.statistics().in_flight for comm in comms] == [0, 0]
+
+
+@pytest.mark.ranks(2)
+@BACKENDS
+async def test_closing_the_comm_ends_the_waits_of_threads_and_completes_transfers(backend: str) -> None:
+    async with new_comm(backend, name="closing", timeout=20) as comm:
+        window = await comm.window(1 << 23)
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                window.wait_signal(timeout=3600).wait()
+            except BaseException as exc:
+                errors.append(exc)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        await until(lambda: comm.statistics().in_flight == 1)
+        await comm.barrier()
+        if comm.rank == 0:
+            put = window.put(torch.ones(1 << 21), 1)
+            received = comm.recv(torch.zeros(1), 1)
+            await comm.aclose()
+            assert (await received).item() == 1
+            await put
+        else:
+            await until(lambda: window.tensor(None, (1 << 21,), torch.float32)[-1].item() == 1)
+            await comm.send(torch.ones(1), 0)
+    await asyncio.to_thread(thread.join, 20)
+    assert [str(error) for error in errors] == ["comm 'closing' was closed before the signal came"]
 
 
 async def test_calls_after_the_comm_has_closed_raise_its_error() -> None:

@@ -149,6 +149,14 @@ async def waits_compare_in_every_way(comm: Comm) -> None:
 
 
 @_on_windows
+async def closing_the_comm_ends_waits_for_signals(comm: Comm) -> None:
+    async with comm.dup("closing") as other:
+        window = await other.window(8)
+        work = window.wait_signal()
+    assert isinstance(work.exception(), ClosedError), work
+
+
+@_on_windows
 async def waits_and_puts_never_wait_for_each_other(comm: Comm) -> None:
     right = (comm.rank + 1) % comm.size
     async with await comm.window(64, signals=2) as window:
