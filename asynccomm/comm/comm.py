@@ -138,6 +138,8 @@ class Comm(
     def time_estimator(self) -> Estimate:
         """Estimate the time that the operations called in the scope would take, without running them.
 
+        ``async with``, or ``with`` on a thread without an event loop, while the comm's loop runs in another thread.
+
         ::
 
             async with comm.time_estimator() as estimate:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-from asynccomm.backends.base import FastCalls, Submission
+from asynccomm.backends.base import FastCalls
 from asynccomm.backends.regions import AccessSet
 from asynccomm.batching.batches import planned
 from asynccomm.batching.plan import BatchLimiter, Item, conflict
@@ -19,7 +20,7 @@ from asynccomm.comm.submission import describe_exception
 from asynccomm.core.handles import Handle
 from asynccomm.core.state import values_of
 from asynccomm.core.work import Work
-from asynccomm.errors import AbortedError
+from asynccomm.errors import AbortedError, WouldBlockError
 
 
 def check_limit(name: str, value: int | None) -> None:
@@ -208,7 +209,28 @@ class Estimate(Handle):
         self._submitter = deferred.submitter
         self._queue: DeferredQueue | None = None
 
+    def __enter__(self) -> Self:
+        if asyncio._get_running_loop() is not None:
+            raise WouldBlockError("leaving the scope would block the event loop of this thread: use `async with`")
+        return self._enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        batches = self._leave(exc)
+        if batches:
+            loop = self._submitter.mailbox.loop
+            self.seconds = asyncio.run_coroutine_threadsafe(self._total(batches), loop).result()
+
     async def __aenter__(self) -> Self:
+        return self._enter()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.seconds = await self._total(self._leave(exc))
+
+    def _enter(self) -> Self:
         if self._queue is not None:
             raise RuntimeError("a scope is entered once; make a new one")
         queue = self._deferred.open_queue(BatchLimiter(), _only_estimated)
@@ -218,27 +240,23 @@ class Estimate(Handle):
         self._queue = queue
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def _leave(self, exc: BaseException | None) -> Sequence[Future[float]]:
+        """Close the scope and start the estimates, one for each batch; none if the body raised ``exc``."""
         assert self._queue is not None
         deferred = self._deferred
         held = deferred.taken_over(deferred.take(self._queue))
         deferred.close_queue(self._queue)
         try:
-            if exc is None:
-                self.seconds = await self._estimate(held)
+            return deferred.estimate(held) if exc is None else ()
         finally:
             self._submitter.drop(held, "it was only estimated")
 
-    async def _estimate(self, held: Sequence[Submission]) -> float:
+    async def _total(self, batches: Sequence[Future[float]]) -> float:
         total = 0.0
         limit = self._submitter.in_flight.timeout
         try:
             async with asyncio.timeout(None if limit == math.inf else limit):
-                futures = self._deferred.estimate(held)
-                self._submitter.drop(held, "it was only estimated")
-                for batch in futures:
+                for batch in batches:
                     total += await asyncio.wrap_future(batch)
         except TimeoutError:  # other ranks did not come; the operations that wait for them cannot be taken back
             reason = f"time_estimator() was not done within {limit:g} s"

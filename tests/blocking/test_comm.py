@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def test_comms_are_made_with_the_same_arguments(name: str) -> None:
     theirs, mine = inspect.signature(getattr(asynccomm, name)), inspect.signature(getattr(blocking, name))
     assert list(mine.parameters.values()) == list(theirs.parameters.values())
     assert "blocking twin" in getattr(blocking, name).__doc__
+
+
+def test_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Future[float]()
+    answer.set_result(1.5)
+    with blocking.new_comm(alone=True) as comm:
+        # shm cannot estimate
+        monkeypatch.setattr(type(comm.unsafe_get_backend()), "estimate", lambda self, batch: answer)
+        with comm.time_estimator() as estimate:
+            comm.barrier()
+        assert estimate.seconds == 1.5
 
 
 def program(backend: str) -> None:

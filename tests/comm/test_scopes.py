@@ -32,7 +32,7 @@ from asynccomm.core.work import Work
 from asynccomm.testing.local import loopback_world
 from tests.batching.recording import Recorder
 from tests.fake_streams import STREAM, Place
-from tests.waiting import lets_others_run
+from tests.waiting import lets_others_run, until
 
 
 def ones(n: int = 2) -> Tensor:
@@ -1341,6 +1341,35 @@ async def test_calls_during_the_estimate_are_sent(comm: Comm, estimator: Estimat
     estimator.futures[0].set_result(2.5)
     await task
     assert found == [2.5]
+
+
+async def test_an_estimate_without_a_loop(comm: Comm, estimator: Estimator) -> None:
+    estimator.futures = []
+
+    def run() -> tuple[float, Work[Any]]:
+        with comm.time_estimator() as estimate:
+            work = comm.barrier()
+        with pytest.raises(ZeroDivisionError), comm.time_estimator():
+            raise ZeroDivisionError
+        with comm.time_estimator() as empty:
+            pass
+        assert empty.seconds == 0
+        return estimate.seconds, work
+
+    running = asyncio.ensure_future(asyncio.to_thread(run))
+    await until(lambda: estimator.futures)
+    estimator.futures[0].set_result(2.5)
+    seconds, work = await running
+    assert seconds == 2.5
+    assert isinstance(work.exception(), NotSentError)
+    assert estimator.asked == [["barrier"]]
+    assert estimator.record.batches == []
+
+
+async def test_an_estimate_blocks_no_loop(comm: Comm, estimator: Estimator) -> None:
+    with pytest.raises(WouldBlockError, match="async with"):
+        comm.time_estimator().__enter__()
+    assert comm.barrier().done()
 
 
 async def test_an_estimate_that_others_do_not_come_to() -> None:
