@@ -41,9 +41,15 @@ def duration(name: str, value: float | timedelta) -> float:
         raise TypeError(f"{name} must be seconds or a timedelta, got {value!r}")
     if value > MAX_SECONDS:
         return math.inf
-    if math.isnan(value) or value <= 0:
+    if not value > 0:  # nan, too
         raise ValueError(f"{name} must be positive, got {value!r}")
     return float(value)
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless the argument ``name`` is True or False: a str such as "0" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_name(name: object, argument: str = "name") -> None:
@@ -77,13 +83,24 @@ def check_hints(hints: Mapping[str, str] | None, known: Mapping[str, str], backe
         raise ValueError(f"hint 'control' must be 'on' or 'off', got {hints['control']!r}")
     if hints.get("metrics", "off") not in ("on", "off"):
         raise ValueError(f"hint 'metrics' must be 'on' or 'off', got {hints['metrics']!r}")
-    recorded = hints.get("recorder", "1")
-    if not (recorded.isascii() and recorded.isdecimal() and 0 < int(recorded) <= MOST_RECORDED):
-        raise ValueError(f"hint 'recorder' must be an integer from 1 to {MOST_RECORDED}, got {recorded!r}")
+    recorded = whole_number(hints.get("recorder", "1"))
+    if recorded is None or not 0 < recorded <= MOST_RECORDED:
+        raise ValueError(f"hint 'recorder' must be an integer from 1 to {MOST_RECORDED}, got {hints['recorder']!r}")
     known = {**HINTS, **known}
     for key in sorted(hints.keys() - known.keys()):
         _log.warning("hint %r is unknown to backend %r and ignored; it knows %s", key, backend, sorted(known))
     return {key: value for key, value in hints.items() if key in known}
+
+
+def whole_number(text: str) -> int | None:
+    """The number that ``text`` writes in ASCII digits; None if it writes none, or one with too many digits for Python.
+
+    For the values of hints.
+    """
+    try:
+        return int(text) if text.isascii() and text.isdecimal() else None
+    except ValueError:
+        return None
 
 
 def check_strings(hints: object) -> None:
@@ -111,6 +128,8 @@ class CommOptions:
     max_bytes: int = MAX_BYTES  #: bytes in flight at which ``await comm.ready()`` waits
 
     def __post_init__(self) -> None:
+        check_bool("abort_process_on_timeout_or_error", self.abort_process_on_timeout_or_error)
+        check_bool("high_priority_stream", self.high_priority_stream)
         if self.ordering not in ORDERINGS:
             raise ValueError(f"ordering must be one of {', '.join(map(repr, ORDERINGS))}, got {self.ordering!r}")
         for name in ("max_ops", "max_bytes"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asynccomm.options import DEFAULT_TIMEOUT, CommOptions, check_hints, check_name, seconds
+from asynccomm.options import DEFAULT_TIMEOUT, CommOptions, check_bool, check_hints, check_name, seconds, whole_number
 from tests.cases import cases
 
 KNOWN = {"interface": "name of the network interface", "threads": "how many"}
@@ -25,6 +25,7 @@ KNOWN = {"interface": "name of the network interface", "threads": "how many"}
         (3, 3.0),
         (0.25, 0.25),
         (math.inf, math.inf),
+        (10**400, math.inf),
         (timedelta(minutes=2), 120.0),
         (timedelta(milliseconds=1), 0.001),
     ],
@@ -42,12 +43,26 @@ def test_seconds_of_the_wrong_type(value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
-@cases("value", [0, -1, -0.5, math.nan, -math.inf, timedelta(0), timedelta(seconds=-1)])
+@cases("value", [0, -1, -(10**400), -0.5, math.nan, -math.inf, timedelta(0), timedelta(seconds=-1)])
 def test_seconds_must_be_positive(value: Any) -> None:
     with pytest.raises(ValueError, match="patience must be positive, got") as caught:
         seconds("patience", value, 7.0)
     number = value.total_seconds() if isinstance(value, timedelta) else value
     assert repr(number) in str(caught.value)
+
+
+def test_a_bool_is_no_other_value() -> None:
+    for flag in (True, False):
+        check_bool("flag", flag)
+    for value in ("0", 0, 1, None, []):
+        with pytest.raises(TypeError, match="flag must be True or False, got") as caught:
+            check_bool("flag", value)
+        assert repr(value) in str(caught.value)
+
+
+def test_whole_numbers() -> None:
+    assert [whole_number(text) for text in ("0", "12", "007")] == [0, 12, 7]
+    assert [whole_number(text) for text in ("", "-1", "1.0", " 1", "\u0663", "9" * 5000)] == [None] * 6
 
 
 def test_hints() -> None:

@@ -34,7 +34,7 @@ from asynccomm.control.diagnosis import Diagnosis
 from asynccomm.core.preemption import preemption
 from asynccomm.core.work import Work
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.options import duration, seconds
+from asynccomm.options import check_bool, duration, seconds
 
 ANSWER_SECONDS = 1.0
 
@@ -99,8 +99,7 @@ class Comm(
         Raises: from awaiting: MonitoredBarrierError on all ranks, at most about a second after ``timeout``;
             StoreError.
         """
-        if not isinstance(wait_all_ranks, bool):
-            raise TypeError(f"wait_all_ranks must be a bool, got {wait_all_ranks!r}")
+        check_bool("wait_all_ranks", wait_all_ranks)
         session = self._session
         return session.run_aside(MonitoredBarrier(wait_all_ranks), session.barriers.pass_through, timeout)
 
@@ -200,6 +199,7 @@ class Comm(
 
         Raises: ClosedError on a closed comm; RuntimeError if this rank has no control channel.
         """
+        check_bool("stacks", stacks)
         limit = seconds("timeout", timeout, ANSWER_SECONDS)
         session = self._session
         self._submitter.check_loop()

@@ -15,7 +15,16 @@ from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.pending import PendingComm
 from asynccomm.ops.validation import CommInfo
-from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, check_name, seconds
+from asynccomm.options import (
+    DEFAULT_TIMEOUT,
+    MAX_BYTES,
+    MAX_OPS,
+    CommOptions,
+    check_bool,
+    check_hints,
+    check_name,
+    seconds,
+)
 from asynccomm.rendezvous.spec import resolve_spec
 from asynccomm.store.base import Store
 from asynccomm.store.memory import MemoryStore
@@ -78,6 +87,7 @@ def new_comm(
     Cancelling the await is safe, also by ``asyncio.timeout``.
     """
     check_name(name)
+    check_bool("alone", alone)
     where, backends, checked = choice(backend, device, hints)
     options = CommOptions(
         timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT),

@@ -18,6 +18,7 @@ from torch import Tensor
 from asynccomm.ops.base import Call, Op
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo, as_index, check_rank, check_tensor
+from asynccomm.options import check_bool
 
 SIGNAL_VALUES: Final = 1 << 64  # a signal is below
 
@@ -187,8 +188,7 @@ class WindowSignal(WindowOp):
 
     @classmethod
     def of(cls, window: WindowInfo, rank: SupportsIndex, slot: SupportsIndex, value: SupportsIndex, add: bool) -> Call:
-        if not isinstance(add, bool):
-            raise TypeError(f"add must be True or False, got {add!r}")
+        check_bool("add", add)
         peer = check_rank(window.group, "rank", rank)
         op = cls(window.number, peer, window.check_slot(slot), check_signal_value(value), add)
         return Call(op, (), (), None)

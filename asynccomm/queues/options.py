@@ -11,7 +11,7 @@ from msgspec import Meta
 from asynccomm.control.transport.connection import Token
 from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
 from asynccomm.ops.validation import as_index
-from asynccomm.options import check_expect, seconds
+from asynccomm.options import check_bool, check_expect, seconds
 
 CAPACITY: Final = 8 << 20  # bytes
 MOST_CAPACITY: Final = 1 << 40
@@ -59,8 +59,7 @@ class QueueOptions:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}")
         if not isinstance(self.address, str):
             raise TypeError(f"address must be a str, got {self.address!r}")
-        if not isinstance(self.weights_only, bool):
-            raise TypeError(f"weights_only must be True or False, got {self.weights_only!r}")
+        check_bool("weights_only", self.weights_only)
         seconds("busy_poll", self.busy_poll, 0.0)
         check_expect(self.expect)
 

@@ -58,6 +58,12 @@ async def test_while_a_collective_hangs() -> None:
         assert "which is done" in str(found)
 
 
+async def test_stacks_is_a_bool() -> None:
+    async with loopback_world(1) as (comm,):
+        with pytest.raises(TypeError, match="stacks must be True or False, got 'no'"):
+            await comm.diagnose(stacks="no")  # type: ignore[arg-type]
+
+
 async def test_with_stacks() -> None:
     async with loopback_world(2) as (a, b):
 

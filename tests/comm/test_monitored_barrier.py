@@ -151,7 +151,7 @@ async def test_bad_arguments_raise_at_the_call() -> None:
         for bad in ("1", True):
             with pytest.raises(TypeError, match="timeout must be seconds or a timedelta"):
                 comm.monitored_barrier(bad)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="wait_all_ranks must be a bool, got 1"):
+        with pytest.raises(TypeError, match="wait_all_ranks must be True or False, got 1"):
             comm.monitored_barrier(1.0, 1)  # type: ignore[arg-type]
         assert comm.monitored_barrier(math.inf).seq == 0
 

@@ -56,6 +56,7 @@ from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import WindowInfo
+from asynccomm.options import whole_number
 from asynccomm.store.torch_store import TorchStoreView
 
 T = TypeVar("T", bound=BaseException)
@@ -121,7 +122,7 @@ class GlooBackend(Backend):
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
         value = hints.get("gloo_threads", "1")
-        if not value.isdecimal() or int(value) < 1:
+        if not whole_number(value):
             raise ValueError(f"hint 'gloo_threads' must be a positive integer, got {value!r}")
         if hints.get("streams", "1") not in ("0", "1"):
             raise ValueError(f"hint 'streams' must be 0 or 1, got {hints['streams']!r}")

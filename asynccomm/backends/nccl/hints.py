@@ -10,6 +10,7 @@ import torch
 from asynccomm.backends.base import BackendContext
 from asynccomm.backends.nccl.api import Config
 from asynccomm.backends.registry import load_backend
+from asynccomm.options import whole_number
 
 _CPU: Final = torch.device("cpu")
 _NUMBERS: Final = ("min_ctas", "max_ctas", "cga_cluster_size", "traffic_class")
@@ -28,7 +29,7 @@ HINTS: Final[Mapping[str, str]] = {
 def check(hints: Mapping[str, str]) -> None:
     """Raise ``ValueError`` naming a hint with an invalid value."""
     for key in _NUMBERS:
-        if key in hints and not hints[key].isdecimal():
+        if key in hints and whole_number(hints[key]) is None:
             raise ValueError(f"hint {key!r} must be a number, got {hints[key]!r}")
     if hints.get("blocking", "1") not in ("0", "1"):
         raise ValueError(f"hint 'blocking' must be 0 or 1, got {hints['blocking']!r}")

@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from typing import Final, final
 
 from asynccomm.backends.shm.layout import LINE, Layout
+from asynccomm.options import whole_number
 
 BANKS: Final = 4  # steps in flight: one being filled, one combined, one read, and one for a late rank
 MOST_BYTES: Final = 1 << 30  # upper limit of every size
@@ -125,6 +126,7 @@ def yield_seconds(hints: Mapping[str, str]) -> float:
 
 def _number(key: str, text: str) -> int:
     most = 1 if key == "single_copy" else MOST_BYTES
-    if not text.isascii() or not text.isdecimal() or int(text) > most:
+    number = whole_number(text)
+    if number is None or number > most:
         raise ValueError(f"hint {key!r} must be an integer from 0 to {most}, got {text!r}")
-    return int(text)
+    return number

@@ -23,7 +23,7 @@ from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, PayloadError, PayloadTypeError
 from asynccomm.ops import Call, Parcel, RecvParcel, Several
 from asynccomm.ops.validation import as_index, check_rank, check_tag
-from asynccomm.options import CommOptions, check_expect
+from asynccomm.options import CommOptions, check_bool, check_expect
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_out, kind_of
 from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache
 
@@ -155,7 +155,7 @@ class ReceivePolicy(NamedTuple):
 
     @classmethod
     def of(cls, weights_only: object, max_bytes: SupportsIndex, expect: type | None = None) -> Self:
-        check_trust(weights_only)
+        check_bool("weights_only", weights_only)
         check_expect(expect)
         limit = as_index(max_bytes)
         if limit is None:
@@ -240,12 +240,6 @@ class ObjectReceiver:
 
 def _class_name(obj: object) -> str:
     return type(obj).__qualname__
-
-
-def check_trust(weights_only: object) -> None:
-    """Raise TypeError unless the argument ``weights_only`` is True or False."""
-    if not isinstance(weights_only, bool):
-        raise TypeError(f"weights_only must be True or False, got {weights_only!r}")
 
 
 def check_type(name: str, value: object, kind: type | UnionType, text: str) -> None:

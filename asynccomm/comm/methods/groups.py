@@ -18,7 +18,7 @@ from asynccomm.control.runs import MAX_NAME
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import ClosedError
 from asynccomm.ops.validation import CommInfo, as_index
-from asynccomm.options import check_hints, check_name, duration, seconds
+from asynccomm.options import check_bool, check_hints, check_name, duration, seconds
 from asynccomm.rendezvous.job import CommIdentity, NameReservation
 
 NETWORKS: Final = frozenset({"gloo", "hierarchical"})  # backends of ranks that may share memory in a host
@@ -373,8 +373,7 @@ class Groups(CommBase):
         least = as_index(min_size)
         if least is None or not 0 < least <= len(proposal):
             raise ValueError(f"min_size must be from 1 to the {len(proposal)} proposed members, got {min_size!r}")
-        if not isinstance(quorum, bool):
-            raise TypeError(f"quorum must be a bool, got {quorum!r}")
+        check_bool("quorum", quorum)
         requirements = Requirements(least, quorum)
         wait = seconds("timeout", timeout, session.options.timeout)
         self._check_regrouping()

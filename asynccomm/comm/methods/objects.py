@@ -14,13 +14,13 @@ from asynccomm.comm.methods.base import (
     ObjectReceiver,
     ReceiveArguments,
     ReceivePolicy,
-    check_trust,
     check_type,
 )
 from asynccomm.core.work import Work
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Call, Parcel, Parcels, SendParcel
 from asynccomm.ops.validation import check_rank, check_tag
+from asynccomm.options import check_bool
 from asynccomm.serialization.objects import PayloadKind, encode
 
 _NOTHING = Parcel(b"", ())
@@ -263,7 +263,7 @@ class Objects(CommBase):
         rank may send to itself.
         """
         op = SendParcel("send_object", check_rank(self._group, "dst", dst), check_tag(tag))
-        check_trust(weights_only)
+        check_bool("weights_only", weights_only)
         parcel = encode(PayloadKind.OBJECT, obj, weights_only=weights_only)
         return self._submit(Call(op, (), (), None, parcels=(parcel,)), timeout, hints)
 
@@ -324,7 +324,7 @@ class Objects(CommBase):
         op = SendParcel("send_object_list", check_rank(self._group, "dst", dst), check_tag(tag))
         if not _is_sequence(object_list):
             raise TypeError(f"object_list must be a list or tuple of objects, got {type(object_list).__name__}")
-        check_trust(weights_only)
+        check_bool("weights_only", weights_only)
         parcel = encode(PayloadKind.OBJECT_LIST, list(object_list), "object_list", weights_only=weights_only)
         return self._submit(Call(op, (), (), None, parcels=(parcel,)), timeout, hints)
 

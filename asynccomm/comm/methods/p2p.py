@@ -18,7 +18,6 @@ from asynccomm.comm.methods.base import (
     ObjectReceiver,
     ReceiveArguments,
     ReceivePolicy,
-    check_trust,
 )
 from asynccomm.comm.methods.direct import direct
 from asynccomm.core.handles import Handle
@@ -26,7 +25,7 @@ from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError, WouldBlockError
 from asynccomm.ops import Call, MessageSpace, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.validation import CommInfo, check_rank, check_tag
-from asynccomm.options import seconds
+from asynccomm.options import check_bool, seconds
 from asynccomm.serialization.objects import PayloadKind, encode
 
 T = TypeVar("T")
@@ -158,7 +157,7 @@ class P2P(CommBase):
         Args:
             weights_only: as with ``send_object``, for each item.
         """
-        check_trust(weights_only)
+        check_bool("weights_only", weights_only)
         return Sink(self, check_rank(self._group, "dst", dst), check_tag(tag), weights_only)
 
     @overload

@@ -14,7 +14,7 @@ from typing import Any, Final, SupportsIndex, TypeVar, final
 import torch
 from torch import Tensor
 
-from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, check_trust, check_type, wrong_kind
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, check_type, wrong_kind
 from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.state_dict import StateReceiver
 from asynccomm.core.handles import Handle
@@ -23,7 +23,7 @@ from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError, WouldBlockError
 from asynccomm.ops import Call, Op, Parcel, Parcels, SendParcel
 from asynccomm.ops.validation import CommInfo, check_rank, check_tag
-from asynccomm.options import duration
+from asynccomm.options import check_bool, duration
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode, kind_of, reading
 from asynccomm.serialization.tensor_dicts import (
     EVERYBODY,
@@ -106,7 +106,7 @@ class TensorDicts(CommBase):
         """
         op = SendParcel("send_tensor_dict", check_rank(self._group, "dst", dst), check_tag(tag))
         group = all_gather_group
-        check_trust(weights_only)
+        check_bool("weights_only", weights_only)
         check_type("all_gather_group", group, Collectives | None, "a Comm")
         if all_gather_tensors is not None and not isinstance(all_gather_tensors, Mapping):
             raise TypeError(f"all_gather_tensors must be a mapping of keys to bools, got {all_gather_tensors!r}")

@@ -18,6 +18,7 @@ from asynccomm.compat.torchcomms.registration import Hooks, OpArguments
 from asynccomm.compat.torchcomms.work import TorchWork
 from asynccomm.core.handles import Handle
 from asynccomm.ops.reduce_op import ReduceOpLike
+from asynccomm.options import check_bool
 
 Hints = Mapping[str, str] | None
 Limit = timedelta | None
@@ -208,8 +209,7 @@ class TorchCollectiveMethods(Handle):
     def _run(
         self, name: str, async_op: object, hints: Hints, timeout: Limit, method: Callable[..., Any], *args: Any
     ) -> TorchWork:
-        if not isinstance(async_op, bool):
-            raise TypeError(f"async_op must be True or False, got {async_op!r}")
+        check_bool("async_op", async_op)
         given = self._hints if hints is None else hints
         here = self._here()
 

@@ -28,7 +28,7 @@ from asynccomm.compat.torchcomms.registration import Hooks, OpArguments, Removab
 from asynccomm.compat.torchcomms.window import TorchCommWindow
 from asynccomm.compat.torchcomms.work import TorchWork
 from asynccomm.errors import BrokenError
-from asynccomm.options import check_strings
+from asynccomm.options import check_bool, check_strings
 from asynccomm.store.base import Store
 
 
@@ -257,8 +257,7 @@ class TorchComm(TorchCollectiveMethods):
 
         Raises: RuntimeError for wrong values; NotImplementedError on a backend without windows; TypeError.
         """
-        if not isinstance(cpu_buf, bool):
-            raise TypeError(f"cpu_buf must be True or False, got {cpu_buf!r}")
+        check_bool("cpu_buf", cpu_buf)
         here = self._here()
         if cpu_buf and here.comm.device.type != "cpu":
             with refusing():

@@ -13,6 +13,7 @@ from asynccomm.compat.renamed import Renamed
 from asynccomm.compat.vllm.collectives import GroupCollectives
 from asynccomm.ops.experts import Dispatched
 from asynccomm.ops.validation import check_is_tensor
+from asynccomm.options import check_bool
 
 # by group and kind: the tokens of each rank in the latest dispatch of this task or thread; empty until it has ended
 _latest: Final[ContextVar[Mapping[tuple[str, bool], list[int]]]] = ContextVar("latest dispatch")
@@ -98,8 +99,7 @@ class GroupExperts(GroupCollectives):
 
     def _of_experts(self, is_sequence_parallel: bool) -> GroupExperts | None:
         """The group that exchanges tokens; None: there is no exchange."""
-        if not isinstance(is_sequence_parallel, bool):
-            raise TypeError(f"is_sequence_parallel must be True or False, got {is_sequence_parallel!r}")
+        check_bool("is_sequence_parallel", is_sequence_parallel)
         group = self if is_sequence_parallel or self.data_parallel_group is None else self.data_parallel_group
         return group if self._use_device_communicator and group.world_size > 1 else None
 

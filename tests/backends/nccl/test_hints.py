@@ -22,6 +22,7 @@ async def test_hints_become_the_configuration(world: World) -> None:
     ("hints", "message"),
     [
         ({"max_ctas": "many"}, "'max_ctas' must be a number, got 'many'"),
+        ({"max_ctas": "9" * 5000}, "'max_ctas' must be a number, got '999"),
         ({"blocking": "no"}, "'blocking' must be 0 or 1, got 'no'"),
         ({"connect": "soon"}, "'connect' must be eager or lazy, got 'soon'"),
         ({"side": "nothing"}, "'side' must name a backend for the CPU"),
