@@ -336,3 +336,12 @@ class AbortedError(BrokenError):
 
 class BackendError(BrokenError):
     """The transport failed; its own error is the cause."""
+
+
+def describe_exception(exc: BaseException) -> str:
+    """The text that describes ``exc``, of any class, in other errors and to other ranks."""
+    try:
+        text = str(exc)
+    except Exception:  # an error in a user's class, which must not replace ``exc``
+        text = "<exception str() failed>"  # as in Python's tracebacks
+    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__

@@ -28,6 +28,7 @@ from asynccomm.errors import (
     StoreProtocolError,
     StoreTimeoutError,
     WouldBlockError,
+    describe_exception,
 )
 from asynccomm.ops import AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
@@ -171,3 +172,14 @@ def test_observed_belongs_to_one_error() -> None:
     seen.observed = True
     assert not other.observed
     assert not BackendError.observed
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("a mistake in an error's text")
+
+
+def test_the_description_of_an_error() -> None:
+    assert describe_exception(ValueError("x")) == "ValueError: x"
+    assert describe_exception(ValueError()) == "ValueError"
+    assert describe_exception(Unreadable()) == "Unreadable: <exception str() failed>"

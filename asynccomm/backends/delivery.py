@@ -10,7 +10,7 @@ from torch import Tensor
 from asynccomm.backends.arithmetic import landing
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import apart, load
-from asynccomm.errors import AsyncCommError, PayloadError
+from asynccomm.errors import AsyncCommError, PayloadError, describe_exception
 
 
 @final
@@ -51,7 +51,7 @@ class Delivery:
         except Exception as exc:
             if not isinstance(exc, AsyncCommError):
                 error: AsyncCommError = PayloadError(
-                    f"what rank {source} sent cannot be taken: {type(exc).__name__}: {exc}"
+                    f"what rank {source} sent cannot be taken: {describe_exception(exc)}"
                 )
                 error.__cause__ = exc
             else:

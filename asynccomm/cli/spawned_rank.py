@@ -14,7 +14,7 @@ import cloudpickle
 
 from asynccomm.cli.spawning import CALL, PATH, RankResult, result_file
 from asynccomm.comm.new_comm import new_comm
-from asynccomm.errors import BrokenError
+from asynccomm.errors import BrokenError, describe_exception
 from asynccomm.runner import run
 
 
@@ -31,8 +31,8 @@ def main(directory: Path) -> int:
         cloudpickle.loads(data)
     except Exception as exc:  # an error in place of an outcome that cannot travel
         value, error, trace, caused = outcome
-        text = f"{value!r} cannot be returned" if error is None else f"{type(error).__name__}: {error}"
-        error = RuntimeError(f"{text} ({type(exc).__name__}: {exc})")
+        text = f"{value!r} cannot be returned" if error is None else describe_exception(error)
+        error = RuntimeError(f"{text} ({describe_exception(exc)})")
         outcome = RankResult(None, error, trace or f"{error}\n", caused)
         data = cloudpickle.dumps(outcome)
     path = result_file(directory, int(os.environ["RANK"]))
@@ -40,7 +40,7 @@ def main(directory: Path) -> int:
     path.with_suffix(".part").rename(path)
     if outcome.error is None:
         return 0
-    print(f"{type(outcome.error).__name__}: {outcome.error}", file=sys.stderr)  # spawn raises it with its traceback
+    print(describe_exception(outcome.error), file=sys.stderr)  # spawn raises it with its traceback
     return 1
 
 

@@ -33,6 +33,7 @@ from asynccomm.comm.scopes import CoalesceScope, Estimate
 from asynccomm.control.diagnosis import Diagnosis
 from asynccomm.core.preemption import preemption
 from asynccomm.core.work import Work
+from asynccomm.errors import describe_exception
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.options import check_bool, duration, seconds
 
@@ -314,8 +315,7 @@ def check_comm(comm: object) -> None:
 
 def reason_of(exc: BaseException) -> str:
     """The reason that the other ranks get: the error, or the errors of which a group consists."""
-    reasons = [f"{type(each).__name__}: {each}" if str(each) else type(each).__name__ for each in _leaves(exc)]
-    return "; ".join(dict.fromkeys(reasons))  # equal ones once
+    return "; ".join(dict.fromkeys(map(describe_exception, _leaves(exc))))  # equal ones once
 
 
 def _leaves(exc: BaseException) -> Iterator[BaseException]:

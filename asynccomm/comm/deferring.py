@@ -12,7 +12,8 @@ from asynccomm.batching.batches import batches_of, planned
 from asynccomm.batching.plan import BatchLimiter, check_messages
 from asynccomm.batching.queue import DeferredQueue, current_owner
 from asynccomm.comm.held_calls import submission_of
-from asynccomm.comm.submission import Submitter, describe_exception
+from asynccomm.comm.submission import Submitter
+from asynccomm.errors import describe_exception
 from asynccomm.ops import Call
 
 

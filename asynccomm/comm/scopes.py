@@ -16,11 +16,10 @@ from asynccomm.batching.batches import planned
 from asynccomm.batching.plan import BatchLimiter, Item, conflict
 from asynccomm.batching.queue import DeferredQueue
 from asynccomm.comm.deferring import DeferredCalls
-from asynccomm.comm.submission import describe_exception
 from asynccomm.core.handles import Handle
 from asynccomm.core.state import values_of
 from asynccomm.core.work import Work
-from asynccomm.errors import AbortedError, WouldBlockError
+from asynccomm.errors import AbortedError, WouldBlockError, describe_exception
 
 
 def check_limit(name: str, value: int | None) -> None:

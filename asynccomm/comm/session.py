@@ -43,6 +43,7 @@ from asynccomm.errors import (
     ClosedError,
     CollectiveMismatchError,
     PeerLostError,
+    describe_exception,
 )
 from asynccomm.ops import Op, PeerParcel
 from asynccomm.ops.validation import CommInfo
@@ -309,7 +310,7 @@ class Session:
 
     def gave_up(self, reason: BaseException) -> AbortedError:
         """The error for the other ranks where this one cannot connect because of ``reason``."""
-        return AbortedError(self.group.rank, f"could not connect: {type(reason).__name__}: {reason}")
+        return AbortedError(self.group.rank, f"could not connect: {describe_exception(reason)}")
 
     def _message_about(self, error: BrokenError) -> BrokenError:
         """The error for the other ranks where the parent fails by ``error``, which has the parent's rank numbers."""

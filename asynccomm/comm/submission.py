@@ -29,7 +29,7 @@ from asynccomm.core.callsite import CallSite, call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts, CallLog, ReentrantLock
 from asynccomm.core.work import UNNUMBERED, Driver, Work
-from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError
+from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError, describe_exception
 from asynccomm.observe.profiling import is_profiling, recorded
 from asynccomm.observe.watchers import Called, Watcher, Watchers
 from asynccomm.ops import Call, GroupedOp, Op, Several
@@ -586,9 +586,3 @@ def _ignore(work: Work[Any]) -> None:
 def _settle_late(work: Work[Any]) -> None:
     """Settle ``work`` when a thread has waited for it past its deadline, so the loop must be blocked."""
     work.settle(StoreTimeoutError(f"{work.op} was not done within {work.timeout:g} s: the event loop is blocked"))
-
-
-def describe_exception(exc: BaseException) -> str:
-    """The text that describes ``exc`` in errors."""
-    text = str(exc)
-    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__

@@ -16,6 +16,7 @@ from typing import Any, final
 
 import pytest
 
+from asynccomm.errors import describe_exception
 from asynccomm.testing.protocol import DebuggerInput, DebuggerOutput, DebuggerPrompt, DebuggerStart, DebuggerStop
 
 __all__ = ["DebuggerTerminal", "RankDebugger", "leave_to_ranks"]
@@ -90,7 +91,7 @@ class RankDebugger:
         if isinstance(exc, bdb.BdbQuit) or traceback is None:
             return
         debugger = self._new()
-        debugger.title = f"rank {self.rank} failed: {type(exc).__name__}: {exc}"
+        debugger.title = f"rank {self.rank} failed: {describe_exception(exc)}"
         debugger.reset()
         debugger.interaction(None, traceback)
 

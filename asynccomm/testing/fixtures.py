@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar, cast, final, overload
 
 import pytest
 
+from asynccomm.errors import describe_exception
+
 __all__ = ["FunctionKey", "RankOnly", "RankRequest", "SendingError", "pack", "rank_fixture", "registered", "unpack"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -232,7 +234,7 @@ def unpack(data: bytes) -> dict[str, Any]:
             values[name] = unpickler.load()
         except Exception as exc:
             raise ValueError(
-                f"{name!r} was sent to the ranks, but cannot be unpickled there: {type(exc).__name__}: {exc}; {ADVICE}"
+                f"{name!r} was sent to the ranks, but cannot be unpickled there: {describe_exception(exc)}; {ADVICE}"
             ) from exc
     return values
 

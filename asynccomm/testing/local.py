@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
+from asynccomm.errors import describe_exception
 from asynccomm.options import MAX_BYTES, MAX_OPS
 from asynccomm.store.memory import MemoryStore
 
@@ -60,7 +61,7 @@ async def loopback_world(
         yield list(comms)
     except BaseException as exc:
         for comm in comms:
-            comm.abort(f"{type(exc).__name__}: {exc}")
+            comm.abort(describe_exception(exc))
         raise
     finally:
         await asyncio.gather(*(comm.aclose() for comm in comms))

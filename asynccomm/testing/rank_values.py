@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, final
 
-from asynccomm.errors import AsyncCommError
+from asynccomm.errors import AsyncCommError, describe_exception
 from asynccomm.testing.fixtures import RankOnly, registered
 
 __all__ = ["RankValues"]
@@ -66,7 +66,7 @@ class RankValues:
                     exc.add_note(f"in the rest of rank fixture {name!r}, after the test")
                     failure = exc
                 elif not isinstance(exc, AsyncCommError):
-                    failure.add_note(f"the rest of rank fixture {name!r} raised {type(exc).__name__}: {exc}")
+                    failure.add_note(f"the rest of rank fixture {name!r} raised {describe_exception(exc)}")
         return failure
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import final
 
 from asynccomm.control.transport.schema import MessageError
-from asynccomm.errors import AsyncCommError
+from asynccomm.errors import AsyncCommError, describe_exception
 from asynccomm.store.base import within
 from asynccomm.weights.conversation import (
     SERVER,
@@ -98,7 +98,7 @@ class Reception:
                 self._given_up.append(number)
             if talk is not None:
                 with suppress(AsyncCommError):
-                    await talk.abort(f"{type(exc).__name__}: {exc}")
+                    await talk.abort(describe_exception(exc))
             if not isinstance(exc, (AsyncCommError, FinishedError, MessageError, TimeoutError)):
                 raise
             _log.warning("%s could not join the trainers: %s: %s", label, type(exc).__name__, exc)

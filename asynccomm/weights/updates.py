@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm, reason_of
 from asynccomm.core.handles import Handle
-from asynccomm.errors import AsyncCommError, ClosedError
+from asynccomm.errors import AsyncCommError, ClosedError, describe_exception
 from asynccomm.store.base import Store, within
 from asynccomm.weights.conversation import (
     SERVER,
@@ -215,7 +215,7 @@ class Updates(Handle, AsyncIterator[Update]):
                 with suppress(AsyncCommError, FinishedError, TimeoutError):
                     async with asyncio.timeout(REFUSAL_SECONDS):
                         await lead.hear(Begin)
-            await lead.abort(f"{type(exc).__name__}: {exc}")
+            await lead.abort(describe_exception(exc))
             raise
         self._links.append(TrainerLink(meeting, 0, lead, plans[0], welcome.bucket_bytes))
 
@@ -282,7 +282,7 @@ class Updates(Handle, AsyncIterator[Update]):
         except FinishedError:
             pass
         except Exception as exc:
-            self._failure, self._reason = exc, f"{type(exc).__name__}: {exc}"
+            self._failure, self._reason = exc, describe_exception(exc)
         finally:
             asyncio.get_running_loop().call_soon(self._news.set)  # once this task is done
 

@@ -22,11 +22,20 @@ class Odd(Exception):
         super().__init__(f"{first} and {second}")
 
 
+class Unreadable(Odd):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise TypeError
+
+
 async def work(comm: Comm, case: str) -> Any:
     """A case by its name."""
     match case:
         case "odd":
             raise Odd(1, 2)
+        case "unreadable":
+            raise Unreadable(1, 2)
         case "lock":
             return threading.Lock()
         case "error":
@@ -54,6 +63,7 @@ def outcome_of(fn: Any, *args: Any, folder: Path, monkeypatch: pytest.MonkeyPatc
         ("size", ""),
         ("error", "no such key"),
         ("odd", "Odd: 1 and 2 (TypeError: "),
+        ("unreadable", "Unreadable: <exception str() failed> (TypeError: "),
         ("lock", "<unlocked _thread.lock object at "),
     ],
 )

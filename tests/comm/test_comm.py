@@ -221,9 +221,24 @@ async def fail(rank: int) -> None:
         raise ExceptionGroup("outer", [inner, ValueError("no such file")])
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("a mistake in an error's text")
+
+
+@pytest.mark.ranks(2)
+async def test_an_error_without_a_text_ends_the_comm_of_all_ranks(comm: Comm) -> None:
+    await comm.barrier()  # rank 1 does not fail while rank 0 connects
+    with pytest.raises((Unreadable, AbortedError)) as failed:
+        async with comm:
+            if comm.rank == 1:
+                raise Unreadable
+            await comm.barrier()
+    if comm.rank == 0:
+        assert str(failed.value) == "aborted by rank 1: Unreadable: <exception str() failed>"
+
+
 def test_a_reason_in_words() -> None:
-    assert reason_of(ValueError("x")) == "ValueError: x"
-    assert reason_of(ValueError()) == "ValueError"
     assert (
         reason_of(BaseExceptionGroup("g", [KeyboardInterrupt(), ValueError("x")])) == "KeyboardInterrupt; ValueError: x"
     )

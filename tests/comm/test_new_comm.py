@@ -272,7 +272,7 @@ async def test_a_transport_that_fails_before_the_news_of_why(monkeypatch: pytest
     errors = await asyncio.gather(
         *(new_comm("loopback", store=store, rank=rank, size=2)._connect() for rank in range(2)), return_exceptions=True
     )
-    assert str(errors[0]) == "aborted by rank 1: could not connect: ZeroDivisionError: "
+    assert str(errors[0]) == "aborted by rank 1: could not connect: ZeroDivisionError"
     assert errors[0].__cause__ is error  # type: ignore[union-attr]
 
 

@@ -21,6 +21,7 @@ from asynccomm.compat.vllm.message_queue import MessageQueue
 from asynccomm.compat.vllm.world import environment
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
+from asynccomm.errors import describe_exception
 from asynccomm.ops.validation import as_index
 
 _FROM: Final = Renamed({"root": "src", "object_list": "obj_list"})
@@ -111,7 +112,7 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
     def _abort(self, error: BaseException) -> None:
         for comm in (self._device_comm, self._cpu_comm):
             if comm is not None:
-                comm.comm.abort(f"group {self.unique_name!r} could not be made: {error}")
+                comm.comm.abort(f"group {self.unique_name!r} could not be made: {describe_exception(error)}")
 
     def _join(self, comm: EitherComm | None) -> None:
         assert comm is not None
