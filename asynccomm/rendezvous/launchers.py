@@ -10,6 +10,7 @@ MASTER_PORT. Each pair that is missing is taken from the launcher:
                   SLURM_NTASKS                                   from the ids of job and step
 
 The order matters: an MPI launcher inside a SLURM job starts its daemons by srun, and its ranks inherit their variables.
+Srun with ``--mpi=pmi2`` sets the variables of MPICH, too, to the same numbers as its own, but not MPI_LOCALNRANKS.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     """
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return None
-    if environ.get(OPEN_MPI.rank) and environ.get(MPICH.rank):
+    if environ.get(OPEN_MPI.rank) and environ.get(MPICH.rank) and not _pmi_of_slurm(environ):
         for one, other in ((OPEN_MPI.rank, MPICH.rank), (OPEN_MPI.size(environ), MPICH.size(environ))):
             if environ.get(one) != environ.get(other):
                 raise ValueError(
@@ -83,7 +84,14 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
 
 def started_by(environ: Mapping[str, str]) -> Launcher | None:
     """The launcher to name in an error, and to ask for the place of the store; also where RANK is set."""
-    return next((each for each in LAUNCHERS if environ.get(each.rank)), None)
+    launchers = (OPEN_MPI, SLURM) if _pmi_of_slurm(environ) else LAUNCHERS
+    return next((each for each in launchers if environ.get(each.rank)), None)
+
+
+def _pmi_of_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether srun has set the variables of MPICH for its own task."""
+    places = [[environ.get(each.rank), environ.get(each.size(environ))] for each in (MPICH, SLURM)]
+    return not environ.get(MPICH.local_size) and all(places[1]) and places[0] == places[1]
 
 
 def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:

@@ -35,6 +35,7 @@ OMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_FD": "9", "PMI_JOBID": "123456.0"}  # by srun --mpi=pmi2, beside TASK
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "6", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 
 
@@ -42,6 +43,10 @@ def test_ranks_of_srun_meet_at_the_first_host_of_the_list() -> None:
     found = resolve_spec(None, None, None, TASK)
     assert (found.rank, found.size, found.host, found.hosting) == (3, 8, "gpu07", False)
     assert resolve_spec(None, None, None, TASK | {"SLURM_PROCID": "0"}).hosting
+
+
+def test_ranks_of_srun_with_pmi2_meet_as_without_it() -> None:
+    assert resolve_spec(None, None, None, TASK | PMI2) == resolve_spec(None, None, None, TASK)
 
 
 def test_the_port_of_a_job_follows_from_its_ids() -> None:
@@ -101,6 +106,13 @@ def test_a_malformed_list_is_named(nodes: str) -> None:
         (HYDRA, MPICH),
         (TASK | OMPI, OPEN_MPI),  # mpirun in a job of SLURM: its daemons are tasks of srun
         (TASK | HYDRA, MPICH),
+        (TASK | PMI2, SLURM),
+        (TASK | PMI2 | {"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4"}, SLURM),
+        (TASK | PMI2 | HYDRA, MPICH),
+        (TASK | PMI2 | HYDRA | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, MPICH),  # a rank on each host
+        (TASK | PMI2 | OMPI, OPEN_MPI),
+        (TASK | PMI2 | TORCHRUN, None),
+        (PMI2, MPICH),
         (OMPI | HYDRA, OPEN_MPI),
         (TASK | TORCHRUN, None),  # torchrun, started by srun on each host
         (OMPI | {"RANK": "0"}, None),
