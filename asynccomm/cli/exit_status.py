@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 EXCERPT_LINES = 20  # lines of stderr shown when there is no traceback in it
 
 _TRACEBACK = b"Traceback (most recent call last)"
-_BLAME = re.compile(rb"(?:AbortedError: aborted by rank|PeerLostError: rank) (\d+)")
+_CAUSED = re.compile(rb"AbortedError: aborted by rank \d|PeerLostError: rank \d")  # errors that another rank causes
 
 
 def exit_code(code: int) -> int:
@@ -16,22 +16,23 @@ def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def culprit(first: int, failed: Mapping[int, Sequence[bytes]]) -> int:
-    """The rank to blame: ``first``, or the rank that its last error names, if that rank failed too.
+def culprit(failed: Sequence[Sequence[bytes]], decisive: int = 0) -> int:
+    """The failure to blame, as an index: ``decisive``, or the nearest that no other rank has caused.
 
-    An aborting rank notifies the other ranks before it exits itself, so a victim is often the first to exit.
+    An aborting rank notifies the other ranks before it exits itself, so a victim is often the first to exit. The rank
+    that an error names does not help: it is a rank in the comm that failed, and may have another number in the run.
 
     Args:
-        first: the rank that ended first.
-        failed: the last lines of stderr of all ranks that failed by themselves.
+        failed: the last lines of stderr of the ranks that failed by themselves, in the order of their ends.
+        decisive: the failure that ended the run: later ones may be its cause, and then those before it.
     """
-    seen = set[int]()
-    while first not in seen:
-        seen.add(first)
-        named = next((m for line in reversed(failed[first][-EXCERPT_LINES:]) if (m := _BLAME.search(line))), None)
-        if named is not None and int(named[1]) in failed:
-            first = int(named[1])
-    return first
+    order = [*range(decisive, len(failed)), *reversed(range(decisive))]
+    return next((each for each in order if not _is_caused(failed[each])), decisive)
+
+
+def _is_caused(tail: Sequence[bytes]) -> bool:
+    """Whether the last error of a rank is one that another rank causes."""
+    return any(_CAUSED.search(line) for line in tail[-EXCERPT_LINES:])
 
 
 def excerpt(tail: Sequence[bytes]) -> Sequence[bytes]:

@@ -102,6 +102,7 @@ class Launch:
         self._ranks: list[LaunchedRank] = []
         self._store: LaunchedRank | None = None
         self._first: LaunchedRank | None = None  # the rank that ended the run, or was the first to fail
+        self._failed: list[LaunchedRank] = []  # by themselves, in the order of their ends
         self._restarts = 0
         self._exits = ExitRecords()
         self._host, self._port = "127.0.0.1", 0  # of the store
@@ -235,6 +236,7 @@ class Launch:
         replaced = False
         if failed:
             rank.failure = code
+            self._failed.append(rank)
             if self._options.elastic and not self._ending.is_set():
                 replaced = self._go_on_without(rank)
             elif self._elsewhere is None:
@@ -367,19 +369,18 @@ class Launch:
 
     def _report(self) -> int:
         """Print the failure, if any; return the exit code."""
-        failed = {rank.number: rank.output.tail.lines() for rank in self._ranks if rank.failure}
+        blamed: LaunchedRank | None = None
         if self._first is not None:
-            self._report_failure(self._rank(culprit(self._first.number, failed)), len(failed))
+            tails = [rank.output.tail.lines() for rank in self._failed]
+            blamed = self._failed[culprit(tails, self._failed.index(self._first))]
+            self._report_failure(blamed, sum(bool(rank.failure) for rank in self._ranks))
         if self._signal is not None:
             return 128 + self._signal
-        if self._first is not None:
-            return exit_code(self._rank(culprit(self._first.number, failed)).failure)
+        if blamed is not None:
+            return exit_code(blamed.failure)
         if self._elsewhere is not None:
             return self._elsewhere.code
         return 1 if self._store is not None and self._store.failure else 0
-
-    def _rank(self, number: int) -> LaunchedRank:
-        return self._ranks[number - self._plan.first(self._node)]
 
     def _report_failure(self, rank: LaunchedRank, failed: int) -> None:
         others = f" ({failed - 1} other{'s' * (failed > 2)} failed after it)" if failed > 1 else ""

@@ -11,22 +11,29 @@ def test_exit_code(code: int, shell: int) -> None:
     assert exit_code(code) == shell
 
 
-@pytest.mark.parametrize("blame", [ABORTED, LOST])
-def test_a_victim_names_the_culprit(blame: bytes) -> None:
-    assert culprit(0, {0: [b"Traceback", blame % 2], 2: [b"ValueError: no"]}) == 2
+@pytest.mark.parametrize("caused", [ABORTED, LOST])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])  # a rank in the comm that failed
+def test_a_victim_is_not_blamed(caused: bytes, number: int) -> None:
+    victim = [b"Traceback", caused % number]
+    assert culprit([victim, victim, [b"ValueError: no"], [b"KeyError"]]) == 2
+    assert culprit([victim, []]) == 1
 
 
-def test_blame_is_followed_to_its_end_and_not_in_circles() -> None:
-    assert culprit(0, {0: [ABORTED % 1], 1: [LOST % 2], 2: [b"Killed"]}) == 2
-    assert culprit(0, {0: [ABORTED % 1], 1: [ABORTED % 0]}) in (0, 1)
+def test_the_first_is_blamed_where_all_are_victims() -> None:
+    assert culprit([[ABORTED % 1]]) == 0
+    assert culprit([[ABORTED % 1], [ABORTED % 0]]) == 0
+    assert culprit([[ABORTED % 1], [ABORTED % 0], [LOST % 0]], 1) == 1
 
 
-def test_a_rank_that_did_not_fail_is_not_blamed() -> None:
-    assert culprit(0, {0: [ABORTED % 1]}) == 0
+def test_the_nearest_failure_is_blamed_in_an_elastic_run() -> None:
+    killed, victim, own = [b"x"], [ABORTED % 0], [b"ValueError: no"]
+    assert culprit([killed, victim, own], 1) == 2
+    assert culprit([killed, own, victim], 2) == 1
+    assert culprit([killed, own], 1) == 1
 
 
 def test_old_errors_do_not_count() -> None:
-    assert culprit(0, {0: [ABORTED % 1, *[b"epoch"] * 50, b"OSError: disk full"], 1: [b"x"]}) == 0
+    assert culprit([[ABORTED % 1, *[b"epoch"] * 50, b"OSError: disk full"], [b"x"]]) == 0
 
 
 def test_excerpt_starts_at_the_traceback() -> None:

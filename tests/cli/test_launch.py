@@ -146,6 +146,32 @@ def test_the_rank_that_aborted_is_blamed(launcher) -> None:
     assert err.rstrip().endswith("[1] ValueError: the culprit")
 
 
+ABORT_APART = """
+    import asynccomm, sys
+
+    async def main():
+        async with asynccomm.new_comm(timeout=60) as comm:
+            part = await comm.split([1, 2], "part") if comm.rank else None
+            await comm.barrier()
+            if part is None:
+                await comm.barrier()  # until rank 1 or 2 leaves
+                return
+            async with part:
+                if comm.rank == 2:
+                    sys.exit(7)
+                await part.barrier()
+
+    asynccomm.run(main())
+"""
+
+
+def test_the_rank_that_aborted_a_part_of_the_ranks_is_blamed(launcher) -> None:
+    code, _, err = launcher.run("run", "-n", "3", launcher.script(ABORT_APART))
+    assert "AbortedError: aborted by rank 1: SystemExit: 7" in err, "rank 1 of the part is rank 2 of the run"
+    assert "asynccomm: rank 2 failed first: it ended with exit code 7" in err
+    assert code == 7
+
+
 @pytest.mark.real_python
 def test_store_that_is_lost_ends_the_run(launcher, until) -> None:
     started = launcher.start("run", "-n", "1", launcher.script(ENDLESS))
