@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Coroutine
 from importlib import import_module
@@ -32,13 +33,17 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None, use_uvloop: 
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if use_uvloop:
         factory = import_module("uvloop").new_event_loop
-    with asyncio.Runner(debug=debug, loop_factory=factory) as runner:
-        try:
-            return runner.run(_watched(main) if asyncio.iscoroutine(main) else main)
-        except asyncio.CancelledError:
-            if preemption.cancelled:
-                raise SystemExit(128 + signal.SIGTERM) from None
-            raise
+    process = os.getpid()
+    runner = asyncio.Runner(debug=debug, loop_factory=factory)
+    try:
+        return runner.run(_watched(main) if asyncio.iscoroutine(main) else main)
+    except asyncio.CancelledError:
+        if preemption.cancelled:
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
+    finally:
+        if os.getpid() == process:  # in a child that ``main`` has forked, the tasks and connections are the parent's
+            runner.close()
 
 
 async def _watched(main: Coroutine[Any, Any, T]) -> T:

@@ -207,6 +207,36 @@ def test_sigterm_wakes_an_idle_loop_whichever_thread_gets_it(use_uvloop: bool) -
         run(main(), use_uvloop=use_uvloop)
 
 
+@pytest.mark.parametrize("use_uvloop", [False, True])
+def test_a_forked_child_leaves_the_tasks_to_its_parent(use_uvloop: bool) -> None:
+    process = os.getpid()
+    read, write = os.pipe()
+
+    async def beside() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            os.write(write, b"%d " % os.getpid())
+
+    async def main() -> int:
+        task = asyncio.create_task(beside())
+        await asyncio.sleep(0)
+        pid = fork()
+        if pid:
+            await asyncio.to_thread(os.waitpid, pid, 0)
+            assert not task.done()
+        return pid
+
+    try:
+        assert run(main(), use_uvloop=use_uvloop) != 0
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
+    assert os.read(read, 100) == b"%d " % process
+    os.close(read)
+    os.close(write)
+
+
 def test_sigterm_ends_a_forked_child() -> None:
     async def main() -> int:
         read, write = os.pipe()

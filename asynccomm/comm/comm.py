@@ -282,7 +282,8 @@ class Comm(
     async def aclose(self) -> None:
         """Refuse further calls, wait for the operations in flight, and free everything. Idempotent.
 
-        Not collective: each rank closes when it is done. Cancelling ``aclose`` aborts the comm.
+        Not collective: each rank closes when it is done. Cancelling ``aclose`` aborts the comm. A forked child closes
+        nothing: the comm is its parent's.
         """
         await self._session.aclose()
 

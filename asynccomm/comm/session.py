@@ -127,6 +127,11 @@ class Session:
         return self.submitter.backend
 
     @property
+    def in_child(self) -> bool:
+        """Whether this process is a forked child of the comm's."""
+        return self.submitter.in_child
+
+    @property
     def closed(self) -> bool:
         """Whether ``aclose`` was called."""
         return self._closing is not None
@@ -204,6 +209,8 @@ class Session:
 
     async def aclose(self) -> None:
         """Refuse calls, wait for operations in flight, and free everything. Idempotent. Cancelling it aborts."""
+        if self.in_child:  # the operations and connections are the parent's
+            return
         self.submitter.check_loop()
         if self._closing is None:  # a separate task: cleaning up goes on when the caller is cancelled
             closed = ClosedError(f"comm {self.group.name!r} is closed")

@@ -28,7 +28,7 @@ from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
 from asynccomm.core.callsite import CallSite, call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts, CallLog, ReentrantLock
-from asynccomm.core.work import UNNUMBERED, Driver, Work
+from asynccomm.core.work import UNNUMBERED, Driver, Orphaned, Work
 from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError, describe_exception
 from asynccomm.observe.profiling import is_profiling, recorded
 from asynccomm.observe.watchers import Called, Watcher, Watchers
@@ -61,6 +61,7 @@ class Submitter:
         self.in_flight = in_flight
         self.on_failure = on_failure
         self.backend: Backend | None = None  #: None until connected, and in a forked child
+        self.in_child = False  #: whether this process is a forked child of the comm's
         self.counts: CallCounts = in_flight.counts
         self.ordering: AgreedOrder | None = None  #: orders the collectives; None: the program does
         self.lock: ReentrantLock = ReentrantLock()  #: held while submitting, so that calls have one order
@@ -365,6 +366,8 @@ class Submitter:
     def check_loop(self) -> None:
         running = asyncio._get_running_loop()
         if running is not None and running is not self.mailbox.loop:
+            if self.in_child:
+                self.check_open()
             raise RuntimeError(
                 f"comm {self.group.name!r} belongs to another event loop than the running one; a comm is used on the "
                 f"loop it was made on, and from threads that run none"
@@ -548,23 +551,10 @@ class Submitter:
         self.lock = ReentrantLock()  # a thread of the parent may have held the old one
         self.error = error
         self.backend = None
-        orphaned = _Orphaned(error)
+        self.in_child = True
+        orphaned = Orphaned(error)
         for work in self.in_flight.all():
             work.driver = orphaned
-
-
-@final
-class _Orphaned:
-    """The driver of the parent's operations in a forked child."""
-
-    def __init__(self, error: AsyncCommError) -> None:
-        self._error = error
-
-    def before_await(self, work: Work[Any]) -> None:
-        """Raises: the error."""
-        raise type(self._error)(*self._error.args)  # a new one, as each has a traceback
-
-    before_block = before_await
 
 
 def weak_callback(method: Callable[[Any], object]) -> Callable[[Any], None]:

@@ -53,6 +53,24 @@ class Driver(Protocol):
         """Stop relying on the loop for ``work``: a thread is about to block, possibly the loop's own."""
 
 
+@final
+class Orphaned:
+    """The driver of the parent's operations in a forked child.
+
+    Args:
+        error: raised by waits.
+    """
+
+    def __init__(self, error: AsyncCommError) -> None:
+        self._error = error
+
+    def before_await(self, work: Work[Any]) -> None:
+        """Raises: the error."""
+        raise type(self._error)(*self._error.args)  # a new one, as each has a traceback
+
+    before_block = before_await
+
+
 class StreamOrder(Protocol):
     """The position of an operation in the streams of a GPU."""
 
@@ -153,9 +171,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
 
     def _wait(self) -> Generator[Any, None, T]:
         mailbox = self._mailbox
-        loop = asyncio.get_running_loop()
-        if loop is not mailbox.loop:
-            raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
+        loop = self._own_loop()
         driver = self.driver
         if driver is not None:
             driver.before_await(self)
@@ -167,6 +183,15 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         mailbox.reset_streak()
         yield from self._suspend(loop)
         return self._outcome()
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        """The comm's loop, which must be the running one; in a forked child, which runs none, raises ClosedError."""
+        if asyncio._get_running_loop() is not self._mailbox.loop:
+            if isinstance(self.driver, Orphaned):
+                self.driver.before_await(self)
+            asyncio.get_running_loop()  # raises where there is none
+            raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
+        return self._mailbox.loop
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
         """Wait for the operation as its device does, and return its output.
@@ -250,9 +275,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         order = self.order
         if order is None:
             return await self
-        loop = asyncio.get_running_loop()
-        if loop is not self._mailbox.loop:
-            raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
+        loop = self._own_loop()
         if not order.issued and not self._done:
             waiter: asyncio.Future[None] = loop.create_future()
             wake = partial(outcome.wake, waiter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         self._handle = handle
         self._close, self._dismiss, self._tasks = close, dismiss, tasks
         self._closed = self._comm_over = False
+        self._process = os.getpid()
 
     @property
     def handle(self) -> str:
@@ -212,8 +214,11 @@ class MessageQueue(Handle, AsyncIterator[Any]):
     async def aclose(self) -> None:
         """Leave the queue. A writer first waits until its items are in the ring; then the readers get the end.
 
-        Idempotent. Cancelling it leaves at once, as a writer that has failed.
+        Idempotent. Cancelling it leaves at once, as a writer that has failed. A forked child leaves nothing: the end is
+        its parent's.
         """
+        if self._process != os.getpid():
+            return
         failed = True
         try:
             if isinstance(self._end, WritingEnd):
@@ -232,7 +237,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         Args:
             failed: the readers get a QueueError in place of the end of the queue.
         """
-        if self._closed:
+        if self._closed or self._process != os.getpid():
             return
         self._closed = True
         if isinstance(self._end, WritingEnd):

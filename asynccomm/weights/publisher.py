@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from datetime import timedelta
@@ -105,6 +106,7 @@ class Publisher(Handle):
         self._reception: Reception | None = None
         self._group: Comm | None = None
         self._resources = AsyncExitStack()
+        self._process = os.getpid()
 
     def _read(self) -> Weights:
         return collect(self._state, self._own, shards=self._shards, rename=self._rename)
@@ -223,7 +225,12 @@ class Publisher(Handle):
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the publisher: the updates of its servers end. An exception also ends it on the other trainers."""
+        """Close the publisher: the updates of its servers end. An exception also ends it on the other trainers.
+
+        A forked child closes nothing.
+        """
+        if self._process != os.getpid():
+            return
         if exc is not None and self._group is not None:
             self._group.abort(reason_of(exc))
             assert self._reception is not None

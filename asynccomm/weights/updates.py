@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -139,6 +140,7 @@ class Updates(Handle, AsyncIterator[Update]):
         """Not for users: see :meth:`Server.updates`."""
         self._site, self._automatic = site, automatic
         self._resources = AsyncExitStack()
+        self._process = os.getpid()
         self._links: list[TrainerLink] = []  # of the first trainer, then of the others
         self._next: Update | None = None  # not given yet
         self._given: Update | None = None
@@ -230,7 +232,12 @@ class Updates(Handle, AsyncIterator[Update]):
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the trainers, which go on without this server. The weights stay at the version in effect."""
+        """Leave the trainers, which go on without this server. The weights stay at the version in effect.
+
+        A forked child leaves nothing.
+        """
+        if self._process != os.getpid():
+            return
         if exc is not None:
             self._reason = reason_of(exc)
         await self._resources.aclose()

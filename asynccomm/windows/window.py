@@ -42,6 +42,10 @@ class WindowComm(Protocol):
     def error(self) -> AsyncCommError | None:
         """The error that later calls raise."""
 
+    @property
+    def in_child(self) -> bool:
+        """Whether this process is a forked child of the comm's."""
+
     def check_open(self) -> None:
         """Raise that error."""
 
@@ -275,9 +279,14 @@ class Window(Handle):
 
         Collective, as the other ranks may still use this rank's memory. On a comm that is broken or closed it waits for
         no rank. Closing the comm closes its windows, and waits for no rank either. Cancelling is safe: the window
-        closes all the same.
+        closes all the same. A forked child closes nothing: the window is its parent's.
         """
-        self._start_closing(together=True)
+        await self._end(together=True)
+
+    async def _end(self, *, together: bool) -> None:
+        if self._comm.in_child:
+            return
+        self._start_closing(together=together)
         assert self._closing is not None
         await asyncio.shield(self._closing)
 
@@ -305,8 +314,7 @@ class Window(Handle):
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Close; after an exception without waiting for the other ranks."""
-        self._start_closing(together=exc is None)
-        await self.aclose()
+        await self._end(together=exc is None)
 
     def __repr__(self) -> str:
         info, closed = self._info, "" if self._closing is None else ", closed"

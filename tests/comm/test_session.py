@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,57 @@ async def test_a_forked_child_waits_for_no_operation_of_its_parent(numel: int, c
     await comm.send(torch.zeros(1), 0, tag=1)
     await pending
     assert tensor.eq(7).all()
+
+
+@pytest.mark.parametrize("error", [None, LookupError])
+@pytest.mark.ranks(2, backend=["shm", "gloo"])
+async def test_a_forked_child_leaves_the_comm_to_its_parent(error: type[Exception] | None, comm: Comm) -> None:
+    """With an operation in flight, for which the child does not wait."""
+    await comm.barrier()
+    received = comm.recv(torch.zeros(1), 1 - comm.rank)
+    pid = fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # ends it if it waits
+            async with comm:
+                with pytest.raises(ClosedError, match="before this process was forked"):
+                    await received
+                if error is not None:
+                    raise error
+            code = 0
+        except LookupError:
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    await comm.send(torch.ones(1), 1 - comm.rank)
+    assert (await received).item() == 1
+    await comm.barrier()
+
+
+async def test_calls_on_a_loop_of_a_forked_child_raise() -> None:
+    async with loopback_world(1) as (comm,):
+        pid = fork()
+        if pid == 0:
+            code = 1
+            try:
+                with asyncio.Runner() as runner:
+                    for call in (comm.barrier, comm.ready, comm.diagnose, comm.dup):
+                        with pytest.raises(ClosedError, match="before this process was forked"):
+                            runner.run(_called(call))
+                    runner.run(comm.aclose())
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        await comm.barrier()
+
+
+async def _called(call: Callable[[], Awaitable[Any]]) -> None:
+    await call()
 
 
 # -- on processes -----------------------------------------------------------------------------------------------------

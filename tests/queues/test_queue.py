@@ -20,6 +20,7 @@ from asynccomm import (
     attach_queue,
 )
 from asynccomm.core.hosts import host_name
+from tests.forking import fork
 from tests.queues.rings import hosted, readers_of
 from tests.waiting import until
 
@@ -37,6 +38,24 @@ async def test_each_reader_gets_every_item_in_order() -> None:
             with pytest.raises(EndOfQueueError):
                 await reader.get()
             await reader.aclose()
+
+
+async def test_a_forked_child_leaves_a_queue_to_its_parent() -> None:
+    async with hosted() as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        pid = fork()
+        if pid == 0:
+            try:
+                await queue.aclose()
+                await reader.aclose()
+                queue.leave(failed=True)
+            finally:
+                os._exit(0)
+        await asyncio.to_thread(os.waitpid, pid, 0)
+        with pytest.raises(asyncio.QueueEmpty):
+            reader.get_nowait()
+        await queue.put("item")
+        assert await reader.get() == "item"
 
 
 async def test_many_writers_are_read_in_the_order_of_each() -> None:

@@ -367,8 +367,10 @@ async def test_a_forked_child_cannot_use_a_window_and_harms_none() -> None:
             try:
                 window.put(torch.ones(1), 0)
             except ClosedError:
+                await window.aclose()
                 code = 0 if not view.count_nonzero() else 2
-            os._exit(code)
+            finally:
+                os._exit(code)
         _, status = await asyncio.to_thread(os.waitpid, child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         await comm.barrier()  # the other rank's child has looked at its memory
