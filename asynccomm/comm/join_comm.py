@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,6 +24,7 @@ from asynccomm.comm.session import Session
 from asynccomm.control.membership.joiner import Joiner
 from asynccomm.control.membership.messages import View
 from asynccomm.control.timing import CONNECT_SECONDS
+from asynccomm.core.hosts import host_name
 from asynccomm.errors import RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_name, seconds
@@ -158,7 +158,7 @@ async def _invited(place: RendezvousSpec, name: str, limit: float) -> AsyncItera
                 invitation = await newcomer.invited()
         except TimeoutError:
             raise RendezvousError(f"no rank of comm {name!r} has added this process within {limit:g} s") from None
-        here, homes = socket.gethostname(), sorted({contact.host for contact in invitation.contacts})
+        here, homes = host_name(), sorted({contact.host for contact in invitation.contacts})
         if here not in homes and not any(contact.port for contact in invitation.contacts):
             raise RendezvousError(
                 f"comm {name!r} has all its ranks on host {homes[0]!r}, and only processes there can join it; "

@@ -26,6 +26,7 @@ from asynccomm import (
 from asynccomm.comm import join_comm as join_comm_module
 from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.control.membership import joiner as guest_module
+from asynccomm.core.hosts import PRETENDED
 from asynccomm.rendezvous import lobby as newcomers_module
 from asynccomm.store.server import listen, serve
 from tests.waiting import until
@@ -97,6 +98,17 @@ async def test_a_newcomer_joins(backend: str) -> None:
         assert {comm.backend for comm in found} == {backend}
         assert {comm.name for comm in found} == {"main"}
         assert await found[0].newcomers() == []
+        await check(found)
+        await close(found)
+
+
+async def test_a_newcomer_on_the_pretended_host_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRETENDED, "elsewhere")
+    store = MemoryStore()
+    async with world(2, store) as comms:
+        coming = joining(store)
+        (name,) = await waiting(comms[0], 1)
+        found = await together([*(comm.reconfigure([0, 1, name]) for comm in comms), coming])
         await check(found)
         await close(found)
 
