@@ -151,7 +151,7 @@ class Endpoint:
         Args:
             contacts: of all ranks.
             arrived: called with each header, under the lock; and raises nothing.
-            gone: called with a rank at the end of its connection, and the reason, under the lock.
+            gone: called with a rank at the end of each connection with it, and the reason, under the lock.
             settle: called after the sockets were used, without the lock.
             mailbox: of the running loop, which is to read arrivals; None: the thread does everything.
         """
@@ -205,6 +205,11 @@ class Endpoint:
         """Whether data waits for room in a socket. Under the lock."""
         return bool(self._pending)
 
+    def cut(self, peer: int) -> bool:
+        """Whether the connection of ``peer`` has ended in the middle of a message. Under the lock."""
+        link = self._inbound.get(peer)
+        return link is not None and link.fd not in self._links and link.halfway
+
     def note_use(self) -> None:
         """Note that another reader than the thread uses the sockets. Under the lock."""
         self._turns += 1
@@ -224,7 +229,8 @@ class Endpoint:
         try:
             link.write()
         except OSError as exc:
-            self._end(link, exc)
+            if link.outbound:  # else a reader finds the end, behind the messages that have come
+                self._end(link, exc)
         else:
             self._watch(link)
             self._note_bulk(link)

@@ -100,6 +100,11 @@ class MessageLink:
         """Whether a frame has arrived in part."""
         return self._then is not None or self._start != self._end
 
+    @property
+    def halfway(self) -> bool:
+        """Whether a header has arrived, and the data behind it only in part."""
+        return self._then is not None
+
     def put(self, *parts: bytes | bytearray | Buffer, done: Callable[[], object] | None = None) -> None:
         """Queue data; ``done`` is called when the socket has taken all of it, until which the caller keeps it alive."""
         self._out.extend([memoryview(part) for part in parts if len(part)])

@@ -33,7 +33,8 @@ class Outbox:
         self._endpoint = endpoint
         self._sent = sent
         self._numbers = 0
-        self._offers: dict[int, tuple[Submission, bytes, Sequence[Tensor]]] = {}  # by number
+        self._unsent: dict[int, Submission] = {}  # long messages, by number, until the socket has their data
+        self._offers: dict[int, tuple[bytes, Sequence[Tensor]]] = {}  # the heads and data of those not cleared yet
         self._window: dict[MessageLink, int] = {}  # bytes that may still be sent
 
     def send(self, link: MessageLink, submission: Submission) -> bool:
@@ -61,7 +62,8 @@ class Outbox:
                 self._endpoint.send(link, b"".join([packed, *[copied(each, each.nbytes) for each in plain]]))
             return True
         self._numbers += 1
-        self._offers[self._numbers] = submission, head, plain
+        self._unsent[self._numbers] = submission
+        self._offers[self._numbers] = head, plain
         self._endpoint.send(link, header._replace(kind=header.kind + OFFERED, number=self._numbers).pack())
         return False
 
@@ -88,20 +90,23 @@ class Outbox:
 
     def _send_data(self, link: MessageLink, number: int) -> None:
         """Send the data of an offered message."""
-        submission, head, tensors = self._offers.pop(number)
+        head, tensors = self._offers.pop(number)
         held = [*tensors]
 
         def done() -> None:
             held.clear()  # kept until the socket has taken them
-            self._sent(submission)
+            submission = self._unsent.pop(number, None)
+            if submission is not None:
+                self._sent(submission)
 
         link.put(Header(Kind.DATA, number=number).pack(), head, *[view(tensor) for tensor in tensors], done=done)
         self._endpoint.flush(link)
 
-    def offers(self, peer: int) -> bool:
-        """Whether messages are offered to ``peer``."""
-        return any(cast(PeerOp, submission.op).peer == peer for submission, *_ in self._offers.values())
+    def unsent(self, peer: int) -> bool:
+        """Whether there are messages to ``peer`` for which ``sent`` has still to be called."""
+        return any(cast(PeerOp, submission.op).peer == peer for submission in self._unsent.values())
 
     def clear(self) -> None:
-        """Drop all messages that are offered."""
+        """Drop all messages; ``sent`` is not called any more."""
+        self._unsent.clear()
         self._offers.clear()

@@ -425,15 +425,16 @@ class PointToPoint:
     # -- failure -------------------------------------------------------------------------------------------------------
 
     def gone(self, peer: int, reason: str) -> None:
-        """Handle the end of the connection with ``peer``."""
-        if self._broken or peer in self._gone:
+        """Handle the end of a connection with ``peer``; the other connection with it may end later."""
+        if self._broken:
             return
-        self._gone[peer] = reason
+        reason = self._gone.setdefault(peer, reason)
         self._frames.gone(peer, reason)
-        offers = self._outbox is not None and self._outbox.offers(peer)
-        halfway = [key for key in self._cleared if key[0] == peer]
-        receives = self._queues.withdraw(peer)
-        if offers or halfway or receives:
+        unsent = self._outbox is not None and self._outbox.unsent(peer)
+        posted = self._queues.withdraw(peer)
+        cleared = any(source == peer for source, _ in self._cleared)
+        cut = self._endpoint is not None and self._endpoint.cut(peer)
+        if unsent or posted or cleared or cut:
             self._fail(BackendError(f"rank {peer}: {reason}"))
         else:
             self._check_any_source()

@@ -109,6 +109,40 @@ def test_the_end_of_a_rank_shows_behind_its_messages(ranks: list[Rank]) -> None:
     assert len(ranks[1].headers) == 50
 
 
+def test_a_reply_that_cannot_be_written_loses_no_message(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks[0].send(1, 0)
+    soon(lambda: ranks[1].headers)
+    receiver = ranks[1].endpoint
+
+    def refuse() -> None:
+        raise BrokenPipeError
+
+    with receiver.lock:
+        for number in range(1, 50):
+            ranks[0].send(1, number)
+        link = receiver.inbound(0)
+        assert link is not None
+        monkeypatch.setattr(link, "write", refuse)
+        receiver.flush(link)
+    ranks[0].endpoint.close()
+    soon(lambda: ranks[1].gone)
+    assert len(ranks[1].headers) == 50
+    assert not receiver.cut(0)
+
+
+def test_a_connection_may_be_cut_in_a_message(ranks: list[Rank]) -> None:
+    def arrived(link: MessageLink, header: Header) -> None:
+        link.receive([memoryview(bytearray(10))], lambda: None)
+
+    ranks[1].endpoint._arrived = arrived
+    ranks[0].send(1, 0)
+    soon(lambda: ranks[1].endpoint._inbound)
+    assert not ranks[1].endpoint.cut(0), "the data may still come"
+    ranks[0].endpoint.close()
+    soon(lambda: ranks[1].gone)
+    assert ranks[1].endpoint.cut(0)
+
+
 def test_the_end_of_a_rank_that_has_sent_nothing_shows(ranks: list[Rank]) -> None:
     with ranks[1].endpoint.lock:
         assert ranks[1].endpoint.link_to(0) is not None

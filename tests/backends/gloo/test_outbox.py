@@ -137,13 +137,25 @@ def test_a_long_message_waits_for_its_receive(sender: Sender) -> None:
     assert not left
     assert sender.header() == Header(Kind.TENSOR + OFFERED, 3, 1, LARGE, CODES[torch.float32])
     assert sender.nothing_more()
-    assert sender.outbox.offers(1)
-    assert not sender.outbox.offers(0)
     sender.outbox.answered(sender.link, Header(Kind.CLEAR, number=1))
-    assert not sender.outbox.offers(1)
     assert sender.header() == Header(Kind.DATA, number=1)
     assert sender.take(tensor.nbytes) == bytes_in(tensor)
     assert sender.sent == [submission]
+
+
+def test_a_long_message_is_unsent_until_the_socket_has_its_data(sender: Sender) -> None:
+    tensor = torch.arange(16.0 * LARGE)
+    sender.tensor(tensor)
+    assert sender.outbox.unsent(1)
+    assert not sender.outbox.unsent(0)
+    sender.header()
+    sender.outbox.answered(sender.link, Header(Kind.CLEAR, number=1))
+    assert sender.link.pending
+    assert sender.outbox.unsent(1)
+    with pytest.raises(BackendError, match="rank 1"):
+        sender.outbox.answered(sender.link, Header(Kind.CLEAR, number=1))
+    sender.take(HEADER_BYTES + tensor.nbytes)
+    assert not sender.outbox.unsent(1)
 
 
 def test_a_parcel_has_its_head_in_front(sender: Sender) -> None:
@@ -194,6 +206,16 @@ def test_impossible_answers_are_refused(sender: Sender, header: Header) -> None:
 def test_dropped_offers_cannot_be_cleared(sender: Sender) -> None:
     sender.tensor(torch.ones(LARGE))
     sender.outbox.clear()
-    assert not sender.outbox.offers(1)
+    assert not sender.outbox.unsent(1)
     with pytest.raises(BackendError, match="rank 1"):
         sender.outbox.answered(sender.link, Header(Kind.CLEAR, number=1))
+
+
+def test_messages_dropped_in_the_middle_are_not_reported(sender: Sender) -> None:
+    tensor = torch.ones(16 * LARGE)
+    sender.tensor(tensor)
+    sender.header()
+    sender.outbox.answered(sender.link, Header(Kind.CLEAR, number=1))
+    sender.outbox.clear()
+    sender.take(HEADER_BYTES + tensor.nbytes)
+    assert not sender.sent

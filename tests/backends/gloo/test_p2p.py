@@ -13,12 +13,15 @@ import torch
 import asynccomm
 from asynccomm import BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
 from asynccomm.backends.gloo import outbox, p2p
-from asynccomm.backends.gloo.messages import SHORT, WINDOW
+from asynccomm.backends.gloo.messages import SHORT, WINDOW, Header, Kind
+from asynccomm.comm.pending import PendingComm
 from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.ops import MessageSpace, Parcel
+from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
+from tests.waiting import until
 
 from .parcels import Shelf, data, joined, recv, send
 
@@ -347,6 +350,111 @@ async def test_a_receive_from_any_source_fails_when_all_other_ranks_have_left(co
                 await work
         else:
             await comm.barrier()
+
+
+def connections(comm: Comm) -> Any:
+    backend: Any = comm.unsafe_get_backend()
+    return backend._endpoint
+
+
+def pair(control: str) -> PendingComm[Comm]:
+    return asynccomm.new_comm("gloo", name="cut", timeout=15, hints={"control": control})
+
+
+ENDED = "its connection for messages ended"
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("control", ["on", "off"])
+@pytest.mark.parametrize("kind", ["tensor", "any source", "object", "stream"])
+async def test_a_connection_that_ends_in_the_data_of_a_long_message_breaks_both_ranks(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch, kind: str, control: str
+) -> None:
+    data = torch.ones(16 << 20)
+    async with pair(control) as other:
+        if comm.rank == 0:
+            endpoint = connections(other)
+            with endpoint.lock:
+                link = endpoint.link_to(1)
+            write = link.write
+
+            def write_a_part() -> None:
+                write()
+                if link.bulk:
+                    link.sock.shutdown(socket.SHUT_RDWR)
+
+            monkeypatch.setattr(link, "write", write_a_part)
+            with pytest.raises(BackendError, match=ENDED):
+                if kind == "object":
+                    await other.send_object(data, 1)
+                elif kind == "stream":
+                    async with other.sink(1) as sink:
+                        await sink.put(data)
+                else:
+                    await other.send(data, 1)
+        else:
+            with pytest.raises(BackendError, match=ENDED):
+                if kind == "object":
+                    await other.recv_object(0)
+                elif kind == "stream":
+                    async for _ in other.stream(0):
+                        pass
+                else:
+                    await other.recv(torch.zeros_like(data), None if kind == "any source" else 0)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("control", ["on", "off"])
+@pytest.mark.parametrize("posted", ["first", "first, strided", "halfway", "last"])
+async def test_a_connection_that_ends_in_a_short_message_breaks_its_receive(
+    comm: Comm, posted: str, control: str
+) -> None:
+    async with pair(control) as other:
+        endpoint = connections(other)
+        if comm.rank == 0:
+            await comm.barrier()
+            with endpoint.lock:
+                link = endpoint.link_to(1)
+                endpoint.send(link, Header(Kind.TENSOR, 0, 0, 1000, CODES[torch.float32]).pack() + bytes(100))
+            await comm.barrier()
+            link.sock.shutdown(socket.SHUT_RDWR)
+            await comm.barrier()
+            return
+        tensor = torch.zeros(2000)[::2] if "strided" in posted else torch.zeros(1000)
+        work = other.recv(tensor, 0) if "first" in posted else None
+        await comm.barrier()
+        await until(lambda: 0 in endpoint._inbound and endpoint._inbound[0].receiving)
+        if posted == "halfway":
+            work = other.recv(tensor, 0)
+        await comm.barrier()
+        await until(lambda: endpoint._inbound[0].fd < 0)
+        with pytest.raises(BackendError, match=ENDED):
+            await (work or other.recv(tensor, 0))
+        await comm.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_the_connection_of_a_message_may_end_after_the_other_one(comm: Comm) -> None:
+    async with pair("off") as other:
+        endpoint = connections(other)
+        if comm.rank == 0:
+            with endpoint.lock:
+                link = endpoint.link_to(1)
+                endpoint.send(link, Header(Kind.TENSOR, 0, 0, 1000, CODES[torch.float32]).pack() + bytes(100))
+            await comm.barrier()
+            link.sock.shutdown(socket.SHUT_RDWR)
+            await comm.barrier()
+            return
+        work = other.recv(torch.zeros(1000), 0)
+        await until(lambda: 0 in endpoint._inbound and endpoint._inbound[0].receiving)
+        away = endpoint._outbound[0]
+        away.sock.shutdown(socket.SHUT_RDWR)
+        await until(lambda: away.fd < 0)
+        assert not work.done()
+        await comm.barrier()
+        with pytest.raises(BackendError, match=ENDED):
+            await work
+        await comm.barrier()
 
 
 @pytest.mark.ranks(2, backend="gloo")
