@@ -370,7 +370,7 @@ ENDED = "its connection for messages ended"
 async def test_a_connection_that_ends_in_the_data_of_a_long_message_breaks_both_ranks(
     comm: Comm, monkeypatch: pytest.MonkeyPatch, kind: str, control: str
 ) -> None:
-    data = torch.ones(16 << 20)
+    data = torch.ones(4 << 20)
     async with pair(control) as other:
         if comm.rank == 0:
             endpoint = connections(other)
