@@ -34,6 +34,7 @@ from asynccomm.comm.monitored_barrier import MonitoredBarriers
 from asynccomm.comm.reporter import Reporter
 from asynccomm.comm.submission import Submitter, weak_callback
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.tasks import detach
 from asynccomm.core.work import Work
 from asynccomm.errors import (
     AbortedError,
@@ -222,7 +223,8 @@ class Session:
             self._end_dependents(closed)
             if self.regrouping is not None:
                 self.regrouping.cancel()
-            self._closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
+            closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
+            self._closing = detach(closing)  # the comm may be dropped meanwhile
         try:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:

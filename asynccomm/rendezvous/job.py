@@ -140,14 +140,15 @@ class Job:
         if self._seats == 0 and self.channel is not None:
             self.channel.end()
 
-    async def leave(self, successor: Job | None = None) -> None:
+    async def leave(self, successor: Job | None = None, *, abandoned: bool = False) -> None:
         """Count one comm less; with the last, the rank leaves the store.
 
         Args:
             successor: the job of the comm that replaces the one that has closed; None: no comm does.
+            abandoned: whether the comm is not counted any more.
         """
-        self._seats -= 1
-        if self._seats:
+        self._seats -= not abandoned
+        if self._seats or self._over:
             return
         self._over = True
         if self._meeting.hosted is None or successor is None or successor._over:
@@ -301,10 +302,10 @@ class CommIdentity:
 
     async def leave(self) -> None:
         """Leave the job after the comm has closed, and release the name."""
-        self._left = True
+        abandoned, self._left = self._left, True  # the end of a comm dropped in a cycle comes after ``__del__`` here
         successor, self.successor = self.successor, None  # a closed comm keeps no other alive
         try:
-            await self.job.leave(successor)
+            await self.job.leave(successor, abandoned=abandoned)
         finally:
             self.free_name()
 

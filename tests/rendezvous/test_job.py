@@ -110,6 +110,18 @@ async def test_the_last_one_closes_the_store(order: tuple[int, ...]) -> None:
         CommIdentity(job, reservation, store, [], [], [])
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_a_comm_that_ends_after_its_finalizer_is_counted_once(order: tuple[int, ...]) -> None:
+    store = MemoryStore()
+    job, meeting = make(store)
+    seats = [seat_in(job, name, store) for name in "ab"]
+    seats[0].__del__()  # in a cycle of garbage, the comm may come to life again for its end
+    await seats[order[0]].leave()
+    assert meeting.closed == order[0]
+    await seats[order[1]].leave()
+    assert meeting.closed == 1
+
+
 async def test_the_host_waits_for_the_others() -> None:
     store = MemoryStore()
     job, meeting = make(store, hosting=True)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Protocol, final
 
 from asynccomm.comm.comm import Comm
@@ -66,8 +67,9 @@ class Hooks:
         """Add ``hook``. Raises: TypeError if it cannot be called."""
         if not callable(hook):
             raise TypeError(f"hook must be a function, got {hook!r}")
-        hooks.append(hook)
-        return RemovableHandle(hooks, hook)
+        registered = partial(hook)  # differs from another registration of the same function
+        hooks.append(registered)
+        return RemovableHandle(hooks, registered)
 
 
 class HookedComm(Protocol):

@@ -9,6 +9,20 @@ import torch
 from asynccomm import Comm
 from asynccomm.compat import torchcomms
 from asynccomm.compat.torchcomms import ReduceOp
+from asynccomm.compat.torchcomms.registration import Hooks
+
+
+def test_each_registration_of_a_function_ends_by_itself() -> None:
+    calls: list[int] = []
+    hooks: list[Any] = []
+    first, second = (Hooks.register(hooks, calls.append) for _ in range(2))
+    first.remove()
+    first.remove()
+    for hook in hooks:
+        hook(1)
+    assert calls == [1]
+    second.remove()
+    assert not hooks
 
 
 @pytest.mark.ranks(2)
