@@ -269,14 +269,14 @@ def check_signals(signals: object) -> int:
     return number
 
 
-def check_shape(shape: object) -> tuple[int, ...]:
-    """Check the shape of a view of a window's memory."""
+def check_shape(shape: object, name: str = "shape") -> tuple[int, ...]:
+    """Check the shape of a view of a window's memory, or other numbers for its dimensions."""
     if isinstance(shape, (str, bytes)) or not isinstance(shape, Sequence):
-        raise TypeError(f"shape must be a list or tuple of integers, got {shape!r}")
+        raise TypeError(f"{name} must be a list or tuple of integers, got {shape!r}")
     sizes = [as_index(size) for size in shape]
     found = tuple([size for size in sizes if size is not None])
     if len(found) != len(sizes):
-        raise TypeError(f"shape must be integers, got {shape!r}")
+        raise TypeError(f"{name} must be integers, got {shape!r}")
     if found and min(found) < 0:
-        raise ValueError(f"shape must not be negative, got {shape!r}")
+        raise ValueError(f"{name} must not be negative, got {shape!r}")
     return found

@@ -20,7 +20,8 @@ from torch.nn.parameter import is_lazy
 from asynccomm.comm.methods.state_dict import identity
 from asynccomm.control.transport.schema import Message
 from asynccomm.ops.dtypes import BY_NAME
-from asynccomm.ops.validation import CommInfo, check_tensor
+from asynccomm.ops.validation import CommInfo, as_index, check_tensor
+from asynccomm.ops.windows import check_shape
 
 __all__ = ["Layout", "Region", "Rename", "Shard", "Slice", "State", "Weights", "collect"]
 
@@ -44,6 +45,11 @@ class Shard:
     of: int
 
     def __post_init__(self) -> None:
+        for field in ("dim", "index", "of"):
+            number = as_index(getattr(self, field))
+            if number is None:
+                raise TypeError(f"{field} must be an integer, got {getattr(self, field)!r}")
+            object.__setattr__(self, field, number)
         if not 0 <= self.index < self.of:
             raise ValueError(f"index must be in [0, {self.of}), got {self.index}")
 
@@ -64,6 +70,10 @@ class Region:
 
     shape: Sequence[int]
     offsets: Sequence[int]
+
+    def __post_init__(self) -> None:
+        for field in ("shape", "offsets"):
+            object.__setattr__(self, field, check_shape(getattr(self, field), field))
 
     def place(self, name: str, sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The global shape and the offsets of a local tensor of ``sizes``. Raises: ValueError."""
@@ -139,9 +149,14 @@ def collect(
     Raises: TypeError, ValueError naming the tensor.
     """
     entries = _entries(state)
-    parts = {} if shards is None else dict(shards)
+    parts = {} if shards is None else shards
+    if not isinstance(parts, Mapping):
+        raise TypeError(f"shards must be a mapping of names to Shard or Region, got {shards!r}")
     if unknown := [name for name in parts if name not in entries]:
         raise ValueError(f"shards must have names of tensors in state, got {unknown}")
+    for own, part in parts.items():
+        if not isinstance(part, (Shard, Region)):
+            raise TypeError(f"shards[{own!r}] must be a Shard or Region, got {part!r}")
     found = Weights({}, {}, {})
     seen: dict[object, str] = {}
     for own, value in entries.items():

@@ -14,11 +14,13 @@ from typing import Any, Final, Self, final
 from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm, check_comm, reason_of
+from asynccomm.comm.new_comm import choice
+from asynccomm.comm.pairs import meeting_place
 from asynccomm.control.transport.schema import dumps, loads
 from asynccomm.core.handles import Handle
 from asynccomm.errors import ClosedError, RendezvousError
 from asynccomm.ops.validation import CommInfo
-from asynccomm.options import DEFAULT_TIMEOUT, check_name, seconds
+from asynccomm.options import DEFAULT_TIMEOUT, check_bool, check_name, seconds
 from asynccomm.store.base import Store, within
 from asynccomm.weights.crew import FIRST, Crew, PushResult
 from asynccomm.weights.dispatch import Dispatch
@@ -94,10 +96,14 @@ class Publisher(Handle):
         if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb <= 1 << 20:
             raise ValueError(f"bucket_mb must be a positive number, got {bucket_mb!r}")
         self._comm, self._state, self._name, self._expected = comm, state, name, servers
+        check_bool("retain", retain)
+        check_bool("broadcast", broadcast)
         self._store: Comm | Store | dist.Store | str = comm if store is None else store
+        meeting_place(self._store)
         self._shards, self._rename, self._retain, self._broadcast = shards, rename, retain, broadcast
         self._bucket_bytes = max(1, int(bucket_mb * (1 << 20)))
-        self._backend = backend or ("loopback" if comm.backend == "loopback" else "auto")
+        self._backend = ("loopback" if comm.backend == "loopback" else "auto") if backend is None else backend
+        choice(self._backend, comm.device, hints)
         self._timeout = seconds("timeout", timeout, DEFAULT_TIMEOUT)
         self._hints = hints
         self._own = CommInfo(comm.name, comm.rank, comm.size, comm.device)

@@ -16,9 +16,10 @@ from torch import nn
 
 from asynccomm.backends.base import device_of
 from asynccomm.comm.comm import Comm
+from asynccomm.comm.pairs import meeting_place
 from asynccomm.core.handles import Handle
 from asynccomm.ops.validation import CommInfo
-from asynccomm.options import DEFAULT_TIMEOUT, check_name, seconds
+from asynccomm.options import DEFAULT_TIMEOUT, check_bool, check_name, check_strings, seconds
 from asynccomm.store.base import Store
 from asynccomm.weights.layout import Region, Rename, Shard, State, collect
 from asynccomm.weights.updates import Site, Updates
@@ -76,6 +77,12 @@ class Server(Handle):
         check_name(name)
         label = label if label is not None else f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
         check_name(label, "label")
+        check_bool("strict", strict)
+        check_bool("in_place", in_place)
+        if store is not None:  # the launcher's may not be known yet
+            meeting_place(store)
+        if hints is not None:
+            check_strings(hints)
         own = CommInfo(label, 0, 1, device_of(device))
         read = partial(collect, state, own, shards=shards, rename=rename, written=True)
         read()
@@ -104,4 +111,5 @@ class Server(Handle):
 
         Updates may be opened again after they have ended, also for a publisher that has taken the place of a lost one.
         """
+        check_bool("automatic", automatic)
         return Updates(self._site, automatic)

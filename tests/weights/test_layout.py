@@ -85,6 +85,8 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "a dimension": ({"a": torch.ones(1)}, {"shards": {"a": Shard(1, 0, 1)}}, r"shards\['a'\] must name a dimension"),
     "a region": ({"a": torch.ones(2)}, {"shards": {"a": Region((2,), (1,))}}, r"shards\['a'\] must contain a tensor"),
+    "no mapping of shards": ({"a": torch.ones(1)}, {"shards": [("a", 3)]}, r"shards must be a mapping .*, got \[\('a'"),
+    "another shard": ({"a": torch.ones(1)}, {"shards": {"a": 3}}, r"shards\['a'\] must be a Shard or Region, got 3"),
     "two names": (
         {"a": torch.ones(1), "b": torch.ones(1)},
         {"rename": lambda _: "c"},
@@ -110,6 +112,19 @@ def test_bad_values_of_other_processes_are_refused() -> None:
             loads(Slice, dumps(good | change))
     with pytest.raises(ValueError, match=r"index must be in \[0, 2\), got 2"):
         Shard(0, 2, 2)
+
+
+def test_parts_are_described_by_integers() -> None:
+    number: Any = torch.tensor(1)
+    assert Shard(number, number, 2) == Shard(1, 1, 2)
+    assert Region(torch.Size([2]), [number]) == Region((2,), (1,))
+    for name, arguments in (("dim", ("0", 0, 1)), ("index", (0, None, 1)), ("of", (0, 0, 1.5))):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got"):
+            Shard(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="shape must be a list or tuple of integers, got 3"):
+        Region(3, (0,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="offsets must be integers, got"):
+        Region((2,), (0.5,))  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks(2)

@@ -286,11 +286,20 @@ async def test_a_publisher_is_used_within_its_block() -> None:
         ({"timeout": 0}, "timeout must be positive, got 0"),
         ({"name": ""}, "name must be a non-empty str, got ''"),
         ({"shards": {"x": Shard(0, 0, 1)}}, "shards must have names of tensors in state"),
+        ({"shards": 3}, "shards must be a mapping of names to Shard or Region, got 3"),
+        ({"retain": "no"}, "retain must be True or False, got 'no'"),
+        ({"broadcast": "no"}, "broadcast must be True or False, got 'no'"),
+        ({"store": 3}, "store must be a Store"),
+        ({"backend": "mpi"}, "backend 'mpi' is unknown"),
+        ({"backend": ""}, "backend '' is unknown"),
+        ({"backend": 3}, "backend must be a name, got 3"),
+        ({"hints": 3}, "hints must be a mapping of strings to strings, got 3"),
+        ({"hints": {"recorder": "0"}}, "hint 'recorder' must be an integer"),
     ],
 )
 async def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     async with loopback_world(1) as comms:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             Publisher(comms[0], state(), **options)
         with pytest.raises(TypeError, match="comm must be a Comm, got 3"):
             Publisher(3, state())  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -27,5 +28,11 @@ def test_bad_arguments() -> None:
         Server(state(), timeout=-1)
     with pytest.raises(ValueError, match=r"shards must have names of tensors in state, got \['x'\]"):
         Server(state(), shards={"x": Shard(0, 0, 1)})
+    wrong: dict[str, Any] = {"strict": "no", "in_place": "no", "shards": {"a": 3}, "store": 3, "hints": 3}
+    for name, value in wrong.items():
+        with pytest.raises(TypeError, match=rf"{name}\S* must be .*, got (3|'no')"):
+            Server({"a": torch.ones(1)}, **{name: value})
+    with pytest.raises(TypeError, match="automatic must be True or False, got 1"):
+        Server(state()).updates(automatic=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overlaps itself"):
         Server({"a": torch.ones(1).expand(2)})

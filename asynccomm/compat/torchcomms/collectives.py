@@ -207,7 +207,7 @@ class TorchCollectiveMethods(Handle):
         return self._run(name, False, None, None, method, *arguments, **options)._work.wait()
 
     def _run(
-        self, name: str, async_op: object, hints: Hints, timeout: Limit, method: Callable[..., Any], *args: Any
+        self, name: str, async_op: bool, hints: Hints, timeout: Limit, method: Callable[..., Any], *args: Any
     ) -> TorchWork:
         check_bool("async_op", async_op)
         given = self._hints if hints is None else hints
