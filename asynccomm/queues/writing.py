@@ -76,7 +76,7 @@ class WritingEnd:
         self._fence = Fence()
         self._pending: deque[Put] = deque()
         self._error: AsyncCommError | None = None
-        self._failed_puts = False
+        self._failed = False
         self._lock: AbstractContextManager[Any] = self._writer.lock
 
     @property
@@ -277,14 +277,15 @@ class WritingEnd:
     def _fail(self, error: AsyncCommError) -> None:
         self._writer.held = True
         self._error = self._error or error
-        self._failed_puts = self._failed_puts or bool(self._pending)
+        # the puts that wait, and by another error all later ones, are items that no reader gets
+        self._failed = self._failed or bool(self._pending) or not isinstance(error, ClosedError)
         while self._pending:
             self._pending.popleft().error = self._error
 
     def end(self, *, failed: bool) -> None:
-        """Tell the readers that no more items come; a put that has failed is a failure of the writer."""
+        """Tell the readers that no more items come; after a loss or a put that has failed, the writer has failed."""
         self.fail(ClosedError("the queue was closed here"))
-        self._words[STATE] = FAILED if failed or self._failed_puts else ENDED
+        self._words[STATE] = FAILED if failed or self._failed else ENDED
         self._fence.full()
         for slot, target in self.targets.items():
             self._words[slot_word(slot) + SLEEPING] = 0

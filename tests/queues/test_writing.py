@@ -11,9 +11,9 @@ import threading
 
 import pytest
 
-from asynccomm import BackendError, ClosedError
+from asynccomm import BackendError, ClosedError, PeerLostError
 from asynccomm.queues.doorbell import Doorbell
-from asynccomm.queues.layout import FAILED, SLEEPING, STATE, TAIL, WAITING, slot_word
+from asynccomm.queues.layout import ENDED, FAILED, SLEEPING, STATE, TAIL, WAITING, slot_word
 from asynccomm.queues.options import QueueOptions
 from asynccomm.queues.ring import PythonReader
 from asynccomm.queues.writing import Target, WritingEnd
@@ -68,6 +68,15 @@ async def test_an_end_refuses_all_later_puts() -> None:
     assert not end.put_bytes(b"")
     with pytest.raises(ClosedError):
         end.put_now(b"")
+
+
+async def test_an_end_after_a_loss_is_a_failure_also_without_a_put_that_waits() -> None:
+    for error, state in ((PeerLostError(2, "killed"), FAILED), (ClosedError("the comm is closed"), ENDED)):
+        segment = new_segment(RING)
+        end = WritingEnd(segment, RING, False, QueueOptions())
+        end.fail(error)
+        end.end(failed=False)
+        assert segment.words[STATE] == state
 
 
 async def test_a_reader_that_made_the_ring_may_sleep_in_it_before_the_writer_comes() -> None:
