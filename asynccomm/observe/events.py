@@ -154,10 +154,11 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
         for work in works:
             if work in self._deferred:  # else ``called`` follows
                 self._deferred.discard(work)
-                self._add(of_work("send", time.monotonic(), work))
+                now, finished = time.monotonic(), work.finished  # it may have been done while it was sent
+                self._add(of_work("send", now if finished is None else min(now, finished), work))
 
     def _settled(self, work: Work[Any]) -> None:
-        if work.seq != UNNUMBERED:  # done while it was sent
+        if work.seq != UNNUMBERED:  # done before ``sent``
             self.sent([work])
         self._deferred.discard(work)
         error = work._error  # exception() would mark the error as retrieved

@@ -58,6 +58,8 @@ async def test_a_deferred_call_is_sent_at_the_end_of_its_scope() -> None:
         assert [event.kind for event in events] == ["call", "call"] + ["send", "completion"] * 2
         assert [event.seq for event in events if event.kind == "call"] == [-1, -1]
         assert [event.seq for event in events if event.kind == "completion"] == [0, 1]
+        assert [event.time for event in events[2:4]] == sorted(event.time for event in events[2:4])
+        assert [event.time for event in events[4:]] == sorted(event.time for event in events[4:])
 
 
 async def test_a_failure_an_abort_and_the_departure_of_a_rank() -> None:
