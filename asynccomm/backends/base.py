@@ -149,6 +149,7 @@ class RankInfo:
     pid: int
     network: str = ""  #: a number, equal for ranks that reach each other by loopback
     address: str = ""  #: that the ranks on other hosts reach; empty: they are all on one host
+    number: int = 0  #: of the process in dumps and traces, see ``launchers.process_number``
 
 
 class Announcements(Protocol):

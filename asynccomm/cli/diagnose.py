@@ -173,19 +173,27 @@ def _diagnose(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _dump(parser: argparse.ArgumentParser, job: JobSummary, directory: Path) -> int:
-    """Write the flight recorders. The exit code is 1 if a rank has not sent its own."""
+    """Write the flight recorders. The exit code is 1 if a process has not sent its own."""
+    opened = [family for family in job.families if family.opened]
 
     async def ask() -> list[Answer]:
-        return await asyncio.gather(*(listen(family, Look(flight=True)) for family in job.families if family.opened))
+        return await asyncio.gather(*(listen(family, Look(flight=True)) for family in opened))
 
-    dumps = dumps_of([answer.answers for answer in asyncio.run(ask())])
+    said = [answer.answers for answer in asyncio.run(ask())]
+    dumps = dumps_of(said)
     try:
         paths = write_dumps(dumps, directory)
     except OSError as exc:
         parser.error(f"argument --dump: cannot write to {str(directory)!r}: {exc.strerror}")
-    missing = sorted({door.rank for door in job.doors} - dumps.keys())
+    sent = {
+        door.pid
+        for family, by_rank in zip(opened, said, strict=True)
+        for door in family.doors
+        if by_rank.get(door.rank)
+    }
+    missing = sorted(job.pids - sent)
     if missing:
-        print(f"no flight recorder came from ranks {missing}", file=sys.stderr)
+        print(f"no flight recorder came from processes {missing}", file=sys.stderr)
     print("\n".join(map(str, paths)))
     return int(bool(missing))
 

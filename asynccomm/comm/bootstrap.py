@@ -19,6 +19,7 @@ from asynccomm.options import CommOptions
 from asynccomm.rendezvous.addresses import LEAST_SECONDS, exchange_addresses
 from asynccomm.rendezvous.handshake import HandshakeResult, handshake, publish_epoch
 from asynccomm.rendezvous.job import STORE_HOST_KEY, CommIdentity, Job, JobOrigin, NameReservation
+from asynccomm.rendezvous.launchers import process_number
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
 
 RETRY_SECONDS = 0.05  # between attempts of a rank that lost its store to reach a new one
@@ -47,12 +48,12 @@ async def bootstrap(
     """
     start = time.monotonic()
     limit = options.timeout if limit is None else limit
-    origin = JobOrigin(place, group.rank) if origin is None else origin
+    origin = JobOrigin(place, group.rank, process_number(group.rank)) if origin is None else origin
     world = origin.world
     async with contextlib.AsyncExitStack() as unless_met:
         reservation = NameReservation(world, group.name)
         unless_met.callback(reservation.release)
-        meeting, joined, sockets = await _join(place, group, requested, options, limit, start)
+        meeting, joined, sockets = await _join(place, group, requested, options, origin.number, limit, start)
         unless_met.push_async_callback(meeting.aclose)
         if sockets is not None:
             unless_met.callback(sockets.close)
@@ -73,7 +74,13 @@ async def bootstrap(
 
 
 async def _join(
-    place: RendezvousSpec, group: CommInfo, requested: str, options: CommOptions, timeout: float, start: float
+    place: RendezvousSpec,
+    group: CommInfo,
+    requested: str,
+    options: CommOptions,
+    number: int,
+    timeout: float,
+    start: float,
 ) -> tuple[StoreSession, HandshakeResult, ListeningSockets | None]:
     """Meet the other ranks; retry if the store closes meanwhile, since its host had closed an earlier comm there.
 
@@ -109,6 +116,7 @@ async def _join(
                     timeout,
                     ordering=options.ordering,
                     contact=None if sockets is None else sockets.contact,
+                    number=number,
                     spent=spent,
                     epoch=epoch,
                 )

@@ -29,7 +29,7 @@ SIGNAL: Final = "ASYNCCOMM_DUMP_SIGNAL"  # "USR1" or "USR2"
 PREFIX: Final = "rank_"  # of the files, as torchfrtrace expects: a prefix and the rank
 SIGNALS: Final = {"USR1": signal.SIGUSR1, "USR2": signal.SIGUSR2}
 
-RecordedComm = tuple[Submitter, Sequence[int]]  # a comm in a dump, and its ranks in the job
+RecordedComm = tuple[Submitter, Sequence[int]]  # a comm in a dump, and the numbers of its ranks' processes
 
 _log = logging.getLogger("asynccomm")
 _writing = threading.Lock()  # one dump at a time in a process: all go to one file
@@ -88,10 +88,14 @@ def packed(submitter: Submitter, ranks: Sequence[int], most: int) -> str:
         dump["entries"] = dump["entries"][(len(dump["entries"]) + 1) // 2 :]
 
 
-def write_dump(comms: Sequence[RecordedComm], directory: Path, rank: int) -> Path:
-    """Write the dump of a process to ``directory``, which is made if necessary. Raises: OSError."""
+def write_dump(comms: Sequence[RecordedComm], directory: Path) -> Path:
+    """Write the dump of a process to ``directory``, which is made if necessary; its first comm says its number.
+
+    Raises: OSError.
+    """
     dump = dump_comms(comms)
-    path = directory / f"{PREFIX}{rank}"
+    submitter, numbers = comms[0]
+    path = directory / f"{PREFIX}{numbers[submitter.group.rank]}"
     with _writing:
         directory.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f".{path.name}.new")  # readers find the whole file or none
@@ -109,18 +113,11 @@ def dump_failure(error: BrokenError, own: Submitter, comms: Callable[[], Sequenc
         found = comms()
         if not found:  # the comm has not connected
             return
-        named = next((each for each in found if each[0] is own), found[0])
-        path = write_dump(found, Path(directory), _process_rank(*named))
+        path = write_dump(sorted(found, key=lambda each: each[0] is not own), Path(directory))
     except Exception as exc:  # the report of a failure must not fail
         _log.warning("comm %r is broken; its flight recorder could not be written: %s", own.group.name, exc)
         return
     _log.warning("comm %r is broken; the flight recorder is in %s", own.group.name, path)
-
-
-def _process_rank(submitter: Submitter, ranks: Sequence[int]) -> int:
-    """The rank that names this process's file: the launcher's, else the one in the job of a comm."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() else ranks[submitter.group.rank]
 
 
 def dump_at_signal(comms: Callable[[], Sequence[RecordedComm]]) -> None:
@@ -149,7 +146,7 @@ def dump_at_signal(comms: Callable[[], Sequence[RecordedComm]]) -> None:
         found = comms()
         if found:
             try:
-                path = write_dump(found, Path(os.environ.get(DIRECTORY) or "."), _process_rank(*found[0]))
+                path = write_dump(found, Path(os.environ.get(DIRECTORY) or "."))
                 _log.warning("the flight recorder is in %s", path)
             except OSError as exc:
                 _log.warning("the flight recorder could not be written: %s", exc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -29,6 +30,7 @@ from asynccomm.errors import RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_name, seconds
 from asynccomm.rendezvous.job import JobOrigin
+from asynccomm.rendezvous.launchers import process_number
 from asynccomm.rendezvous.lobby import Invitation, Lobby, Newcomer
 from asynccomm.rendezvous.spec import RendezvousSpec, connect_store, resolve_spec
 from asynccomm.store.base import Store, within
@@ -125,7 +127,8 @@ async def join_existing(
                 " or ".join(backends),
                 backends,
                 theirs,
-                origin=JobOrigin(place, -newcomer.number),  # negative: not a rank of the first rendezvous
+                # negative: not a rank of the first rendezvous
+                origin=JobOrigin(place, -newcomer.number, process_number(os.getpid())),
                 parent_ranks=[ranks[member] if isinstance(member, int) else -1 for member in decision.members],
                 limit=min(limit, CONNECT_SECONDS),
             )

@@ -6,6 +6,7 @@ therefore gets a comm of its own with that process; members may come and go, and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +20,8 @@ from asynccomm.comm.new_comm import choice
 from asynccomm.comm.pending import PendingComm
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, CommOptions, check_name, seconds
-from asynccomm.rendezvous.job import NameInUseError
+from asynccomm.rendezvous.job import JobOrigin, NameInUseError
+from asynccomm.rendezvous.launchers import process_number
 from asynccomm.rendezvous.spec import RendezvousSpec, resolve_spec
 from asynccomm.store.base import Store
 
@@ -108,7 +110,14 @@ def meet(
     here = replace(place, rank=rank, size=size)
 
     async def connect() -> Comm:
-        session = await bootstrap(here, group, backend, backends, replace(options, hints=checked))
+        session = await bootstrap(
+            here,
+            group,
+            backend,
+            backends,
+            replace(options, hints=checked),
+            origin=JobOrigin(here, rank, process_number(os.getpid())),  # a pair says nothing of all processes
+        )
         return Comm(session, session.backend_name)
 
     return PendingComm(connect)

@@ -62,6 +62,7 @@ class Reporter:
         channel: ControlChannel,
         key: str,
         jobs: Sequence[int],
+        numbers: Sequence[int],
         submitter: Submitter,
         on_failure: Callable[[BrokenError], object],
     ) -> None:
@@ -70,6 +71,7 @@ class Reporter:
         self._group = submitter.group
         self._key = key
         self._jobs = list(jobs)
+        self._numbers = numbers
         self._ranks = {job: rank for rank, job in enumerate(jobs)}
         self._submitter = weakref.ref(submitter)
         self._on_failure = on_failure
@@ -356,7 +358,10 @@ class Reporter:
                 return self._describe(bool(question.get("stacks")), question.get("tag"))
             case "flight":
                 submitter = self._submitter()
-                return {} if submitter is None else {"flight": packed(submitter, self._jobs, int(question["bytes"]))}
+                if submitter is None:
+                    return {}
+                text = packed(submitter, self._numbers, int(question["bytes"]))
+                return {"flight": text, "number": self._numbers[self._group.rank]}
             case "clock":
                 return {"now": time.monotonic()}
             case _:

@@ -112,7 +112,9 @@ class Session:
         channel = identity.job.channel
         if channel is not None:  # last, as it delivers messages at once
             on_failure = weak_callback(self.break_by)
-            self.reporter = Reporter(channel, identity.key, identity.job_ranks, self.submitter, on_failure)
+            self.reporter = Reporter(
+                channel, identity.key, identity.job_ranks, identity.numbers, self.submitter, on_failure
+            )
             self.submitter.records_sites = True
         _alive.add(self)
         dump_at_signal(_recorded)
@@ -426,7 +428,7 @@ def open_sessions() -> list[Session]:
 def _recorded(own: Session | None = None) -> list[RecordedComm]:
     """The open comms of this process for its flight recorder: ``own``, and those that have not given up their names."""
     sessions = [each for each in open_sessions() if each.identity.has_name or each is own]
-    return [(each.submitter, each.identity.job_ranks) for each in sessions]
+    return [(each.submitter, each.identity.numbers) for each in sessions]
 
 
 def _close_all() -> None:

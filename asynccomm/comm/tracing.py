@@ -95,9 +95,8 @@ def begin_trace(session: Session) -> TraceRecorder:
     """Record the operations of a comm from now on. On its loop."""
     session.submitter.check_loop()
     session.submitter.check_open()
-    group = session.group
-    identity = session.identity
-    recorder = TraceRecorder(group, identity.key, identity.job_ranks[group.rank])
+    group, identity = session.group, session.identity
+    recorder = TraceRecorder(group, identity.key, identity.numbers[group.rank])
     session.submitter.watch(recorder)
     recorder.start(session.mailbox.loop)
     return recorder

@@ -104,7 +104,7 @@ class Suspect:
 @final
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The result for one comm. Ranks are numbers in the job."""
+    """The result for one comm. Ranks are the numbers of their processes."""
 
     comm: str
     ranks: tuple[int, ...]
@@ -151,7 +151,7 @@ def analyze(dumps: Mapping[int, Dump]) -> list[Findings]:
     """The findings for each comm, those with a problem first.
 
     Args:
-        dumps: by rank of the job.
+        dumps: by the number of the process.
     """
     # disjoint groups may share a name
     comms = dict.fromkeys((name, str(of["ranks"])) for dump in dumps.values() for name, of in dump["pg_config"].items())

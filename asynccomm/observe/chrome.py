@@ -13,12 +13,13 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 Part = Mapping[str, Any]  # of one comm on one rank, as ``tracing.TraceRecorder.part`` makes it
 Slice = dict[str, Any]
+_Process = tuple[int, str, int]  # its number, which several may have, its host and pid
 _Collectives = defaultdict[tuple[str, str, int], dict[int, Slice]]  # by the comm's name and key, and number; by rank
 DIRECTORY: Final = "ASYNCCOMM_TRACE_DIR"  # the variable with the folder for the parts of a traced run
 PART: Final = "asynccommPart"  # the key of a single part in its file, so that files can be merged
@@ -31,10 +32,12 @@ def merged(parts: Sequence[Part]) -> dict[str, Any]:
     origin = min((_begin(part) for part in parts), default=0.0)
     events: list[Slice] = []
     slices: _Collectives = defaultdict(dict)
+    numbers_of = _numbers_of({_process(part) for part in parts})
     rows: dict[int, int] = defaultdict(int)  # comms of each process so far
-    for part in sorted(parts, key=lambda part: (part["process"], _begin(part))):
-        rows[part["process"]] += 1
-        events += _of_part(part, rows[part["process"]] * LANES, origin, slices)
+    for part in sorted(parts, key=lambda part: (_process(part), _begin(part))):
+        number = numbers_of[_process(part)]
+        rows[number] += 1
+        events += _of_part(part, number, rows[number] * LANES, origin, slices)
     numbers = itertools.count(1)
     for (comm, _, seq), by_rank in slices.items():
         events += _arrows(comm, seq, by_rank, numbers)
@@ -42,10 +45,26 @@ def merged(parts: Sequence[Part]) -> dict[str, Any]:
     # slices of one row in the order of their begin, an outer one first; metadata have no time
     events.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
     clocks = [
-        {key: part[key] for key in ("comm", "process", "host", "pid", "offset", "uncertainty", "dropped")}
+        {key: part[key] for key in ("comm", "host", "pid", "offset", "uncertainty", "dropped")}
+        | {"process": numbers_of[_process(part)]}
         for part in parts
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clocks": json.dumps(clocks)}}
+
+
+def _process(part: Part) -> _Process:
+    return part["process"], part["host"], part["pid"]
+
+
+def _numbers_of(processes: Collection[_Process]) -> dict[_Process, int]:
+    """The number of each process in the trace: its own, unless another one has that, as after a restart."""
+    found: dict[_Process, int] = {}
+    others = itertools.count(max((number for number, *_ in processes), default=0) + 1)
+    taken: set[int] = set()
+    for process in sorted(processes):
+        found[process] = next(others) if process[0] in taken else process[0]
+        taken.add(process[0])
+    return found
 
 
 def _begin(part: Part) -> float:
@@ -54,8 +73,8 @@ def _begin(part: Part) -> float:
     return float(min(times, default=0.0)) + float(part["offset"])
 
 
-def _of_part(part: Part, row: int, origin: float, slices: _Collectives) -> Iterator[Slice]:
-    process, offset = part["process"], float(part["offset"])
+def _of_part(part: Part, process: int, row: int, origin: float, slices: _Collectives) -> Iterator[Slice]:
+    offset = float(part["offset"])
 
     def at(seconds: float) -> float:
         return max(0.0, (seconds + offset - origin) * 1e6)
@@ -69,7 +88,7 @@ def _of_part(part: Part, row: int, origin: float, slices: _Collectives) -> Itera
         place = {"ph": "X", "pid": process, "tid": number, "ts": start, "dur": max(0.0, at(end) - start)}
         return {"name": name, "cat": category, **place, "args": values}
 
-    yield named("process_name", row, f"rank {process} ({part['host']}, pid {part['pid']})")
+    yield named("process_name", row, f"rank {part['process']} ({part['host']}, pid {part['pid']})")
     yield named("process_sort_index", row, process)
     last = max([op["finished"] or op["started"] for op in part["ops"]], default=0.0)
     ends: list[float] = []  # of the rows of operations

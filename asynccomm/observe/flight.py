@@ -36,7 +36,7 @@ class RecordedGroup(Protocol):
     name: str
     desc: str
     backend: str
-    ranks: tuple[int, ...]  #: of the job
+    ranks: tuple[int, ...]  #: the numbers of their processes
     rank: int  #: this process's, in the comm
     error: str  #: the error that broke the comm; empty: none
 

@@ -32,13 +32,13 @@ class TraceRecorder(Watcher):
     Args:
         group: the comm.
         key: tells comms with the same name apart; equal on all ranks.
-        rank: names the process among those of the trace.
+        number: of this process, the same in all its comms.
     """
 
-    def __init__(self, group: CommInfo, key: str, rank: int) -> None:
+    def __init__(self, group: CommInfo, key: str, number: int) -> None:
         self._group = group
         self._key = key
-        self._rank = rank
+        self._number = number
         self._done: list[Called] = []  # calls of the fast path
         self._rows: list[_Row] = []  # all other calls
         self._batches: list[tuple[float, float, int]] = []
@@ -101,7 +101,7 @@ class TraceRecorder(Watcher):
             "key": self._key,
             "rank": group.rank,
             "size": group.size,
-            "process": self._rank,
+            "process": self._number,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "offset": 0.0 if offset is None else offset.seconds,

@@ -70,8 +70,8 @@ FIRST_READ: Final = 0.002  # seconds until the next read of hellos, if one is mi
 Rank: TypeAlias = Annotated[int, Meta(ge=0)]
 Epoch: TypeAlias = Annotated[str, Meta(pattern="^[ -.0-~]{1,64}$")]  # any printable characters but a slash
 
-# of a table of members: rank, host, process, network, address, whether there is a contact, and the contact's fields
-_COLUMNS: Final = (int, str, int, str, str, int, str, int, str, str, int)
+# of a table of members: rank, host, pid, network, address, number, whether there is a contact, and the contact's fields
+_COLUMNS: Final = (int, str, int, str, str, int, int, str, int, str, str, int)
 
 _log = logging.getLogger("asynccomm")
 
@@ -93,6 +93,7 @@ class Member(Message, frozen=True):
     pid: int
     network: Text  #: equal for ranks that reach each other by loopback; in a list of members a number
     address: Text = ""  #: of the interface that leads to the store; empty: other hosts could not reach it
+    number: int = 0  #: of the process, see ``launchers.process_number``
     contact: RankAddress | None = None  #: of its control channel; None: the rank has none
 
     def __post_init__(self) -> None:
@@ -109,6 +110,7 @@ class _Hello(_VersionedHello, frozen=True):
     pid: int
     network: Text
     address: Text = ""
+    number: int = 0
     contact: RankAddress | None = None
 
     def __post_init__(self) -> None:
@@ -118,7 +120,7 @@ class _Hello(_VersionedHello, frozen=True):
 
     @property
     def member(self) -> Member:
-        return Member(self.rank, self.host, self.pid, self.network, self.address, self.contact)
+        return Member(self.rank, self.host, self.pid, self.network, self.address, self.number, self.contact)
 
 
 @final
@@ -151,6 +153,7 @@ async def handshake(
     *,
     ordering: str = "program",
     contact: RankAddress | None = None,
+    number: int | None = None,
     spent: float = 0.0,
     epoch: str | None = None,
 ) -> HandshakeResult:
@@ -158,6 +161,7 @@ async def handshake(
 
     Args:
         contact: the address of this rank's control channel, if the rank has one.
+        number: of this process, see ``launchers.process_number``; None: the rank.
         timeout: seconds allowed for the whole set-up of the comm.
         spent: seconds of ``timeout`` already used.
         epoch: of rank 0: the result of ``publish_epoch``; None: published here.
@@ -177,6 +181,7 @@ async def handshake(
         pid,
         network_id(),
         address if is_reachable(address) else "",
+        rank if number is None else number,
         contact,
     )
     deadline = time.monotonic() + timeout - spent
@@ -231,7 +236,7 @@ async def _welcome(
 def _joined(epoch: str, members: Sequence[Member], tokens: Tokens) -> HandshakeResult:
     return HandshakeResult(
         epoch,
-        [RankInfo(each.rank, each.host, each.pid, each.network, each.address) for each in members],
+        [RankInfo(each.rank, each.host, each.pid, each.network, each.address, each.number) for each in members],
         [member.contact for member in members if member.contact is not None],
         tokens,
     )
@@ -433,17 +438,17 @@ def _row(member: Member) -> list[Value]:
     """``member`` in a table."""
     there = member.contact
     contact = there or RankAddress(0, "", 0)
-    here: list[Value] = [member.rank, member.host, member.pid, member.network, member.address, int(there is not None)]
-    return [*here, contact.host, contact.pid, contact.local, contact.address, contact.port]
+    here: list[Value] = [member.rank, member.host, member.pid, member.network, member.address, member.number]
+    return [*here, int(there is not None), contact.host, contact.pid, contact.local, contact.address, contact.port]
 
 
 def _unpacked(table: bytes, size: int, most: int) -> list[Member]:
     """The members in a table. Raises: MessageError."""
     listed = []
     for row in unpack_table(table, _COLUMNS, size, most):
-        rank, host, pid, network, address, there, *contact = row
+        rank, host, pid, network, address, number, there, *contact = row
         fields = {"rank": rank, **dict(zip(("host", "pid", "local", "address", "port"), contact, strict=True))}
-        member = {"rank": rank, "host": host, "pid": pid, "network": network, "address": address}
+        member = {"rank": rank, "host": host, "pid": pid, "network": network, "address": address, "number": number}
         listed.append({**member, "contact": fields if there else None})
     members: list[Member] = decode(list[Member], listed)
     return members

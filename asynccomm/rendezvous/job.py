@@ -82,10 +82,11 @@ class NameReservation:
 @final
 @dataclass(frozen=True, slots=True)
 class JobOrigin:
-    """The rendezvous of jobs that replace each other, and this process's rank in the first of them."""
+    """The rendezvous of jobs that replace each other, and this process's rank in the first of them, and its number."""
 
     place: RendezvousSpec
     rank: int
+    number: int  #: see ``launchers.process_number``
 
     @property
     def world(self) -> ProcessIdentity:
@@ -276,6 +277,11 @@ class CommIdentity:
         """The members with these ``ranks``, renumbered from 0."""
         members = [self.members[old] for old in ranks]
         return [each if each.rank == new else replace(each, rank=new) for new, each in enumerate(members)]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The members' numbers in dumps and traces, in rank order."""
+        return [member.number for member in self.members]
 
     @property
     def has_name(self) -> bool:

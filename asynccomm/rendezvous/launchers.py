@@ -88,6 +88,16 @@ def started_by(environ: Mapping[str, str]) -> Launcher | None:
     return next((each for each in launchers if environ.get(each.rank)), None)
 
 
+def process_number(otherwise: int) -> int:
+    """The number of this process in dumps and traces, the same for all its comms: the launcher's rank, if it has one.
+
+    Comms count their ranks anew, those that replace another comm, too.
+    """
+    launcher = started_by(os.environ)
+    rank = os.environ.get("RANK") or ("" if launcher is None else os.environ[launcher.rank])
+    return int(rank) if rank.isdecimal() else otherwise
+
+
 def _pmi_of_slurm(environ: Mapping[str, str]) -> bool:
     """Whether srun has set the variables of MPICH for its own task."""
     places = [[environ.get(each.rank), environ.get(each.size(environ))] for each in (MPICH, SLURM)]

@@ -82,7 +82,7 @@ async def test_the_first_of_its_family() -> None:
         identity = session.identity
         assert session.backend_name == "loopback"
         assert identity.parent_ranks == identity.job_ranks == (0, 1)
-        assert identity.job.origin == JobOrigin(place(store, rank, 2), rank)
+        assert identity.job.origin == JobOrigin(place(store, rank, 2), rank, rank)
         assert identity.job.channel is not None
         assert list(identity.job.channel.topology.contacts) == [0, 1]
         assert not await identity.job.room.check(["host"])  # the store is nobody's
@@ -92,7 +92,7 @@ async def test_the_first_of_its_family() -> None:
 
 async def test_one_that_follows() -> None:
     store = MemoryStore()
-    origins = [JobOrigin(place(store, rank, 4), rank + 2) for rank in range(2)]
+    origins = [JobOrigin(place(store, rank, 4), rank + 2, rank + 5) for rank in range(2)]
     found = await asyncio.gather(
         *(made(store, rank, 2, origin=origin, parent_ranks=[3, -1]) for rank, origin in enumerate(origins))
     )
@@ -174,7 +174,7 @@ async def test_the_end_of_a_given_store_is_an_error_at_once() -> None:
     place = resolve_spec(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1, 2, {})
     shared = await SharedClient.connect("127.0.0.1", server.port, 60)
     joining = asyncio.create_task(
-        assembly_module._join(place, CommInfo("c", 1, 2, CPU), "auto", SILENT, 60, time.monotonic())
+        assembly_module._join(place, CommInfo("c", 1, 2, CPU), "auto", SILENT, 1, 60, time.monotonic())
     )
     await until(lambda: shared._users == 2)
     server.release()
@@ -207,7 +207,7 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
     monkeypatch.setattr(assembly_module, "handshake", join)
     where = RendezvousSpec(1, 2, "asynccomm/run/0", host="h", port=1)
     found = await assembly_module._join(
-        where, CommInfo("c", 1, 2, CPU), "auto", SILENT, 10, asyncio.get_running_loop().time()
+        where, CommInfo("c", 1, 2, CPU), "auto", SILENT, 1, 10, asyncio.get_running_loop().time()
     )
     assert found == (meetings[2], "joined", None)
     assert [meeting.closed for meeting in meetings] == [1, 1, 0]
@@ -218,6 +218,7 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
             CommInfo("c", 0, 2, CPU),
             "auto",
             SILENT,
+            0,
             10,
             0.0,
         )
@@ -243,10 +244,10 @@ async def test_a_store_that_ends_for_good_is_named_with_the_comm(monkeypatch: py
     begin = asyncio.get_running_loop().time()
     with pytest.raises(RendezvousError, match="no store at h:1"):
         met.append(StoreSession(MemoryStore()))
-        await assembly_module._join(where, group, "auto", SILENT, 10, begin)
+        await assembly_module._join(where, group, "auto", SILENT, 1, 10, begin)
     met.clear()
     with pytest.raises(RendezvousError, match=text):
-        await assembly_module._join(where, group, "auto", SILENT, 10, begin)
+        await assembly_module._join(where, group, "auto", SILENT, 1, 10, begin)
 
 
 async def test_the_rank_that_hosts_the_store_records_it() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, CollectiveMismatchError, CollectiveTimeoutError, Comm, new_comm
+from asynccomm import AbortedError, CollectiveMismatchError, CollectiveTimeoutError, Comm, new_comm, pair_comm
 from asynccomm.comm import flight, session
-from asynccomm.comm.flight import calls_of, dump_comms, packed
+from asynccomm.comm.flight import calls_of, dump_comms, packed, write_dump
 from asynccomm.observe.analysis import analyze, load_dump, unpacked
 from asynccomm.testing.local import loopback_world
 from tests.waiting import until
@@ -89,6 +89,30 @@ async def test_a_split_comm_names_the_dump_by_its_rank_in_the_job(
             await b.all_reduce(torch.ones(1), timeout=0.05)
         await until(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["rank_1", "rank_2"])
         await asyncio.gather(a.aclose(), b.aclose())
+
+
+async def test_ranks_keep_the_numbers_of_their_processes_in_comms_that_replace_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    async with loopback_world(3) as comms:
+        pair = await asyncio.gather(*(comm.reconfigure([1, 2]) for comm in comms[1:]))
+        pending = pair[1].barrier()
+        files = [write_dump([(comm._submitter, comm._session.identity.numbers)], tmp_path) for comm in pair]
+        assert [path.name for path in files] == ["rank_1", "rank_2"]
+        (found,) = analyze({number: load_dump(path) for number, path in enumerate(files, 1)})
+        assert (found.ranks, found.absent) == ((1, 2), ())
+        assert found.suspect is not None
+        assert (found.suspect.problem, found.suspect.ranks) == ("missing", (1,))
+        await asyncio.gather(pending, pair[0].barrier(), *(comm.aclose() for comm in pair))
+
+
+@pytest.mark.ranks(3)
+async def test_a_pair_has_the_numbers_of_the_launcher(comm: Comm) -> None:
+    if comm.rank > 0:
+        async with pair_comm(f"p{comm.rank}", f"p{3 - comm.rank}", store=comm) as pair:
+            assert pair._session.identity.numbers == comm._session.identity.numbers[1:] == [1, 2]
+    await comm.barrier()
 
 
 async def test_a_comm_that_another_one_has_replaced_is_no_part_of_the_dump() -> None:

@@ -84,7 +84,7 @@ class Parts:
         ordering: Any = SimpleNamespace(outstanding={"x": 2}.__getitem__)
         self.submitter.ordering = ordering
         channel: Any = self.line
-        self.reporter = Reporter(channel, "key", [10, 11, 12], self.submitter, self.broken.append)
+        self.reporter = Reporter(channel, "key", [10, 11, 12], [20, 21, 22], self.submitter, self.broken.append)
 
     def work(self, op: Any, seq: int) -> Work[Any]:
         work: Work[Any] = Work(op, seq, self.mailbox, value=None, timeout=60.0, on_settled=lambda work: None)

@@ -112,6 +112,16 @@ def test_comms_with_the_same_name_do_not_wait_for_each_other() -> None:
     assert (wait["name"], wait["pid"]) == ("wait for rank 1", 0)
 
 
+def test_each_process_is_one_in_the_trace_by_its_own_number_if_no_other_one_has_it() -> None:
+    parts = [part(1, op(0, 1.0, 1.1), pid=7), part(0, op(0, 2.0, 2.1), key="pair", process=1, pid=7)]
+    trace = merged([*parts, part(1, op(0, 3.0, 3.1), key="other run", pid=9)])
+    check_format(trace)
+    assert [(each["pid"], each["tid"]) for each in slices(trace, "collective")] == [(1, 1000), (1, 2000), (2, 1000)]
+    names = {each["pid"]: each["args"]["name"] for each in trace["traceEvents"] if each["name"] == "process_name"}
+    assert names == {1: "rank 1 (h, pid 7)", 2: "rank 1 (h, pid 9)"}
+    assert [each["process"] for each in json.loads(trace["otherData"]["clocks"])] == [1, 1, 2]
+
+
 def test_the_wait_for_the_last_rank_is_a_slice_within_the_operation() -> None:
     trace = merged([part(0, op(0, 1.0, 1.021)), part(1, op(0, 1.02, 1.021))])
     check_format(trace)

@@ -108,14 +108,17 @@ async def test_a_long_list_of_ranks_has_all_their_facts(store: MemoryStore, monk
     monkeypatch.setattr(module, "host_name", lambda: "box-07")
     contacts = [RankAddress(rank, "box-07", 9 * rank, f"a/{rank}", f"fe80::{rank}", rank) for rank in range(size)]
     given: list[RankAddress | None] = [None if contact.rank % 5 == 1 else contact for contact in contacts]
-    results = await asyncio.gather(*(start(store, rank, size, contact=given[rank]) for rank in range(size)))
+    results = await asyncio.gather(
+        *(start(store, rank, size, contact=given[rank], number=9 - rank) for rank in range(size))
+    )
     check_same(results)
+    assert [member.number for member in results[1].members] == [9 - rank for rank in range(size)]
     assert results[1].contacts == [contact for contact in given if contact is not None]
     assert {(member.host, member.network) for member in results[1].members} == {("box-07", "0")}
 
 
 def table(size: int, host: str = "h", network: str = "0", first: int = 0) -> bytes:
-    return pack_table([[first + rank, host, 1, network, "", 0, "", 0, "", "", 0] for rank in range(size)])
+    return pack_table([[first + rank, host, 1, network, "", 0, 0, "", 0, "", "", 0] for rank in range(size)])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from asynccomm.rendezvous.launchers import (
     FIRST_PORT,
+    LAUNCHERS,
     MPICH,
     OPEN_MPI,
     PORTS,
@@ -16,6 +17,7 @@ from asynccomm.rendezvous.launchers import (
     job_name,
     launcher_of,
     on_one_host,
+    process_number,
     slurm_address,
     started_by,
 )
@@ -184,6 +186,20 @@ def test_the_variable_of_the_launcher_is_named(change: Mapping[str, str], messag
 
 def test_a_launcher_is_found_beside_a_rank_of_torchruns() -> None:
     assert started_by(OMPI | TORCHRUN) is OPEN_MPI
+
+
+@pytest.mark.parametrize(
+    ("environ", "number"),
+    [({}, 77), (OMPI, 1), (OMPI | {"RANK": "5"}, 5), ({"RANK": "none"}, 77)],
+)
+def test_the_number_of_a_process_is_its_launchers_rank(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], number: int
+) -> None:
+    for each in ("RANK", *(launcher.rank for launcher in LAUNCHERS)):
+        monkeypatch.delenv(each, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert process_number(77) == number
 
 
 def test_the_name_of_a_job_is_that_of_the_process_that_started_its_ranks(tmp_path: Path) -> None:

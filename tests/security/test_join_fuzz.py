@@ -218,9 +218,9 @@ async def answered(store: MemoryStore, change: Any) -> BaseException | Handshake
     await store.set("world/epoch", "abc")
     one = start(store, 1)
     hello = json.loads(await store.get("world/abc/hello/1"))
-    mine = {key: hello[key] for key in ("rank", "host", "pid", "network", "address", "contact")}
+    mine = {key: hello[key] for key in ("rank", "host", "pid", "network", "address", "number", "contact")}
     mine["network"] = "0"
-    members = [{**mine, "rank": 0, "contact": None}, mine]
+    members = [{**mine, "rank": 0, "number": 0, "contact": None}, mine]
     right = {"kind": "_Answer", "members": members, "tokens": {"ask": "a", "answer": "b"}}
     text = change(right)
     await store.set(f"world/abc/answer/{hello['nonce']}", text if isinstance(text, bytes) else json.dumps(text))

@@ -62,7 +62,7 @@ async def fake_comm(name: str, rank: int, size: int, device: torch.device, timeo
         Job(world, group, room, StoreSession(room, room.aclose)),
         NameReservation(world, name),
         room,
-        [RankInfo(each, socket.gethostname(), os.getpid()) for each in range(size)],
+        [RankInfo(each, socket.gethostname(), os.getpid(), number=each) for each in range(size)],
         range(size),
         range(size),
     )
