@@ -22,6 +22,7 @@ from asynccomm.comm.submission import COMPARED, Submitter
 from asynccomm.comm.wire_errors import TEXT, encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.schema import JsonObject
+from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
@@ -43,7 +44,8 @@ class Line:
         self.withdrawn: list[JsonObject | None] = []
         self.looks = 0
         self.gone = {11: "its process ended"}
-        self.topology = SimpleNamespace(contacts={10: None, 11: None})
+        self.rank = 10
+        self.topology = Topology([RankAddress(rank, "here", rank, local="x") for rank in (10, 11)])
         self.answers: dict[int, Callable[[JsonObject], Any]] = {}  # by the rank of the job
 
     def subscribe(self, key: str, member: object) -> None:
@@ -263,11 +265,13 @@ async def test_a_loop_that_does_not_run_is_blocked(parts: Parts) -> None:
 
 
 async def test_ranks_that_do_not_reply(parts: Parts) -> None:
-    states = {rank: parts.reporter._state(rank, None) for rank in range(3)}
+    states = {rank: parts.reporter._state(rank, None, ()) for rank in range(3)}
     assert (states[0].answered, states[0].silent) == (False, 2.5)
     assert states[1].gone == "its process ended"
     assert not states[2].reachable
-    assert parts.reporter._state(1, {"state": "open", "pid": []}).gone == "its process ended", "nonsense is no answer"
+    assert parts.reporter._state(1, {"state": "open", "pid": []}, ()).gone == "its process ended", (
+        "nonsense is no answer"
+    )
 
 
 # -- messages from the other ranks ------------------------------------------------------------------------------------

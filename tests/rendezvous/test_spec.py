@@ -302,12 +302,13 @@ async def test_other_stores_of_torch_are_used_as_they_are() -> None:
 
 
 async def test_a_given_store_that_is_busy_does_not_hold_up_the_deadline() -> None:
-    given = dist.PrefixStore("a", torch_store())
+    server = torch_store()
+    given = dist.PrefixStore("a", server)
     ended = threading.Event()
 
     def occupy() -> None:
         with contextlib.suppress(dist.DistStoreError):
-            given.wait(["never"], timedelta(seconds=1))
+            given.wait(["over"], timedelta(seconds=20))
         ended.set()
 
     threading.Thread(target=occupy).start()
@@ -315,6 +316,7 @@ async def test_a_given_store_that_is_busy_does_not_hold_up_the_deadline() -> Non
         while not ended.is_set():  # the thread may not have begun
             meeting = await connect_store(resolve_spec(given, 0, 1, {}), 0.05)
             await meeting.aclose()
+    dist.TCPStore("127.0.0.1", server.port, is_master=False).set("a/over", "1")
     await asyncio.to_thread(ended.wait)
 
 
