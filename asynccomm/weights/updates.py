@@ -265,8 +265,9 @@ class Updates(Handle, AsyncIterator[Update]):
             raise RuntimeError("these updates are not open: use `async with`")
         if self._given is not None:
             self._given._leave()
+            if self._given._dropped:  # else the next version may be in the copy by now
+                self._free.set()
             self._given = None
-            self._free.set()
         while self._next is None:
             if self._running.done():
                 if self._failure is not None:

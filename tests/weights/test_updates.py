@@ -125,6 +125,31 @@ async def test_a_version_waits_for_its_apply_and_holds_the_next_one_back() -> No
             assert (content(theirs), server.version) == (3, 3)
 
 
+@pytest.mark.parametrize("retain", [True, False])
+async def test_a_version_that_was_complete_before_its_turn_also_waits(retain: bool) -> None:
+    async with loopback_world(1) as comms:
+        mine, theirs = state(), state()
+        server = Server(theirs, store=comms[0])
+        made = publishers(comms, [mine], retain=retain)
+        async with asyncio.timeout(LIMIT), made as (publisher,), server.updates() as updates:
+            await until(lambda: publisher.servers)
+            for version in range(1, 5):
+                fill(mine, version)
+                await publisher.push()
+                await until(lambda: updates._next)  # while the version before is the last that was given
+                update = await anext(updates)
+                fill(mine, -1)
+                pushing = asyncio.create_task(publisher.push())
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                assert not pushing.done()
+                assert not updates.receiving
+                pushing.cancel()
+                await asyncio.wait([pushing])
+                update.apply()
+                assert content(theirs) == server.version == update.version == version
+
+
 async def test_a_slow_reader_of_automatic_updates_gets_the_newest() -> None:
     async with loopback_world(1) as comms:
         server = Server(state(), store=comms[0])
