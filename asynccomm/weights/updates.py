@@ -120,7 +120,7 @@ class Update(Handle):
         """The iteration goes on. Raises: RuntimeError if the version still has to arrive in place."""
         if self._in_place and not self._wanted.is_set() and not self._arrived.done():
             raise RuntimeError(f"version {self.version} arrives in place: await update.receive() before the next one")
-        self._dropped = not self._applied
+        self._dropped = not (self._applied or self._in_place)  # in place, it is in effect once it has arrived
 
     def __repr__(self) -> str:
         return f"<Update to version {self.version}>"
@@ -295,12 +295,12 @@ class Updates(Handle, AsyncIterator[Update]):
             asyncio.get_running_loop().call_soon(self._news.set)  # once this task is done
 
     async def _arrive(self, update: Update, job: int) -> None:
-        if self._site.in_place and not self._automatic:
-            self._give(update)
-            await update._wanted.wait()
-            self._get_ready()
-        self._receiving = True
         try:
+            if self._site.in_place and not self._automatic:
+                self._give(update)
+                await update._wanted.wait()
+                self._get_ready()
+            self._receiving = True
             tensors, layout = self._staging.tensors, self._staging.layout
             endings = await _all([asyncio.ensure_future(link.receive(job, tensors, layout)) for link in self._links])
         except BaseException as exc:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from asynccomm import ClosedError
 from asynccomm.testing import loopback_world
 from asynccomm.weights import PushAbandonedError, Server
 from tests.waiting import until
@@ -195,6 +196,42 @@ async def test_in_place_a_version_arrives_when_the_server_is_ready(monkeypatch: 
             await (await anext(updates)).receive()
             await pushing
             assert content(theirs) == server.version == 2
+
+
+async def test_in_place_the_iteration_goes_on_while_a_version_arrives() -> None:
+    async with loopback_world(1) as comms:
+        mine, theirs = state(1), state()
+        server = Server(theirs, store=comms[0], in_place=True)
+        async with asyncio.timeout(LIMIT), publishers(comms, [mine]) as (publisher,), server.updates() as updates:
+            await until(lambda: publisher.servers)
+            pushing = asyncio.create_task(publisher.push())
+            first = await anext(updates)
+            receiving = asyncio.ensure_future(first.receive())
+            await asyncio.sleep(0)
+            receiving.cancel()
+            taking = asyncio.ensure_future(anext(updates))
+            await pushing
+            await first.receive()
+            first.apply()
+            assert content(theirs) == server.version == 1
+            fill(mine, 2)
+            pushing = asyncio.create_task(publisher.push())
+            await (await taking).receive()
+            await pushing
+            assert content(theirs) == server.version == 2
+
+
+async def test_in_place_no_version_arrives_after_the_updates_were_left() -> None:
+    async with loopback_world(1) as comms:
+        server = Server(state(), store=comms[0], in_place=True, label="s")
+        async with asyncio.timeout(LIMIT), publishers(comms, [state(1)]) as (publisher,):
+            async with server.updates() as updates:
+                await until(lambda: publisher.servers)
+                pushing = asyncio.create_task(publisher.push())
+                update = await anext(updates)
+            with pytest.raises(ClosedError, match="the updates were left"):
+                await update.receive()
+            assert set((await pushing).lost) == {"s"}
 
 
 async def test_in_place_and_automatic() -> None:
