@@ -109,7 +109,8 @@ class Server(Handle):
                 are answered without an ``await``. Else each version waits for its ``apply``, and trainers that push
                 the next one wait, too.
 
-        Updates may be opened again after they have ended, also for a publisher that has taken the place of a lost one.
+        Updates may be opened again after they have ended or were left, also for a publisher that has taken the place of
+        a lost one.
         """
         check_bool("automatic", automatic)
         return Updates(self._site, automatic)

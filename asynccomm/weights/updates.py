@@ -58,7 +58,7 @@ class Site:
     timeout: float  #: seconds
     hints: Mapping[str, str] | None
     version: int = 0  #: in effect; 0: none
-    publisher: int = 0  #: the last one
+    least: int = 1  #: the number of the first publisher that may be open; those before have ended
     occupied: bool = False  #: whether updates are open
 
 
@@ -178,12 +178,12 @@ class Updates(Handle, AsyncIterator[Update]):
             stack.push_async_callback(meeting.aclose)
             self._staging = Staging(site.read, swaps=site.swaps, in_place=site.in_place)
             stack.push_async_callback(self._close_links)
-            found = await meeting.find(site.publisher + 1)
+            found = await meeting.find(site.least)
             while not await self._joined(found):
                 found = await meeting.find(found.publisher + 1)
-            site.publisher = found.publisher
-            self._running = asyncio.create_task(self._run(self._links[0].talk))
-            stack.push_async_callback(self._stop, self._running)
+            lead = self._links[0].talk
+            self._running = asyncio.create_task(self._run(lead))
+            stack.push_async_callback(self._stop, self._running, lead, found.publisher)
             self._resources = stack.pop_all()
         return self
 
@@ -242,9 +242,11 @@ class Updates(Handle, AsyncIterator[Update]):
             self._reason = reason_of(exc)
         await self._resources.aclose()
 
-    async def _stop(self, running: asyncio.Task[None]) -> None:
+    async def _stop(self, running: asyncio.Task[None], lead: Conversation, publisher: int) -> None:
         running.cancel()
         await asyncio.wait([running])
+        if isinstance(lead.ended, FinishedError):  # after an error the publisher may be there, and this server lost
+            self._site.least = publisher + 1
 
     async def _close_links(self) -> None:
         await asyncio.gather(*(link.aclose(self._reason) for link in self._links))

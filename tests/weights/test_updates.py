@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
-from asynccomm import ClosedError
+from asynccomm import AbortedError, ClosedError, MemoryStore
 from asynccomm.testing import loopback_world
-from asynccomm.weights import PushAbandonedError, Server
+from asynccomm.weights import Publisher, PushAbandonedError, Server
 from tests.waiting import until
 
 from .scenes import LIMIT, Gate, Served, content, fill, publishers, state
@@ -262,6 +263,77 @@ async def test_updates_end_with_the_publisher_and_may_be_opened_again() -> None:
                 await updates.__aenter__()
         with pytest.raises(RuntimeError, match="not open"):
             await anext(server.updates())
+
+
+async def test_a_server_that_has_left_joins_the_same_publisher_again() -> None:
+    async with loopback_world(1) as comms:
+        mine, theirs = state(1), state()
+        server = Server(theirs, store=comms[0], timeout=10)
+        async with asyncio.timeout(LIMIT), publishers(comms, [mine], servers=0) as (publisher,):
+            await publisher.push()
+            for version in (1, 2, 3):
+                async with server.updates() as updates:
+                    (await anext(updates)).apply()
+                    assert content(theirs) == server.version == version
+                    fill(mine, version + 1)
+                    await publisher.push()  # arrives, and is not taken
+
+
+async def test_a_server_that_counted_as_lost_joins_again() -> None:
+    async with loopback_world(1) as comms:
+        mine, theirs = state(1), state()
+        server = Server(theirs, store=comms[0], label="s")
+        async with asyncio.timeout(LIMIT), publishers(comms, [mine], timeout=0.3) as (publisher,):
+            async with server.updates() as updates:
+                await until(lambda: publisher.servers)
+                await publisher.push()
+                held = await anext(updates)
+                fill(mine, 2)
+                assert (await publisher.push()).lost == {"s": "no answer within 0.3 s"}
+                held.apply()
+                assert content(theirs) == server.version == 1
+                with pytest.raises(AbortedError, match="no answer within"):
+                    await anext(updates)
+            async with server.updates() as updates:
+                (await anext(updates)).apply()
+                assert content(theirs) == server.version == 2
+                fill(mine, 3)
+                assert (await publisher.push()).servers == ("s",)
+                (await anext(updates)).apply()
+                assert content(theirs) == server.version == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_server_waits_for_the_publisher_after_the_one_that_has_ended(fails: bool) -> None:
+    store = MemoryStore()
+    async with loopback_world(1) as comms:
+        server = Server(state(), store=store, timeout=10)
+
+        async def follow() -> list[int]:
+            versions = []
+            with suppress(AbortedError):
+                async with server.updates() as updates:
+                    async for update in updates:
+                        update.apply()
+                        versions.append(update.version)
+            return versions
+
+        for count in (1, 2, 3):
+            following = asyncio.ensure_future(follow())
+            for _ in range(100):
+                await asyncio.sleep(0)
+            with suppress(ZeroDivisionError):
+                async with asyncio.timeout(LIMIT), Publisher(comms[0], state(), servers=1, store=store) as publisher:
+                    for _ in range(count):
+                        await publisher.push()
+                    while server.version < count:
+                        await asyncio.sleep(0)
+                    if fails:
+                        raise ZeroDivisionError
+            assert await following == [*range(1, count + 1)]
+        if not fails:
+            for number in (1, 2, 3):
+                assert await store.add(f"asynccomm/run/weights/weights/{number}/servers", 0) == 1
 
 
 async def test_the_keys_of_a_lost_publisher_do_not_hold_a_server_up() -> None:
