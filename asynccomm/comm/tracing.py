@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 from asynccomm.comm.session import Session
 from asynccomm.comm.session import on_close as closing
@@ -21,6 +21,7 @@ from asynccomm.errors import AsyncCommError
 from asynccomm.observe.chrome import DIRECTORY, write_trace
 from asynccomm.observe.tracing import TraceRecorder
 
+T = TypeVar("T")
 _log = logging.getLogger("asynccomm")
 # of the comms that are traced because of the variable
 _recorders: weakref.WeakKeyDictionary[Session, tuple[TraceRecorder, Path]] = weakref.WeakKeyDictionary()
@@ -48,18 +49,31 @@ class TraceScope:
         return self._path.with_name(f"{self._path.stem}.rank{rank}{self._path.suffix}")
 
     def __enter__(self) -> Self:
-        if self._recorder is not None:
-            raise RuntimeError("this trace has begun already: call comm.trace() for another one")
-        self._recorder = begin_trace(self._session)
-        loop = self._session.mailbox.loop
-        self._measuring = loop.create_task(measure_offset(self._session, self._recorder))
+        self._on_loop(self._begin)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        recorder = self._end()
+        recorder = self._on_loop(self._end)
         write_trace(self._own_path(), [recorder.part()])
+
+    def _on_loop(self, call: Callable[[], T]) -> T:
+        """The result of ``call``, which the comm's loop makes, also for a thread that runs no loop."""
+        loop = self._session.mailbox.loop
+        if asyncio._get_running_loop() is not None or not loop.is_running():
+            return call()
+
+        async def called() -> T:
+            return call()
+
+        return asyncio.run_coroutine_threadsafe(called(), loop).result()
+
+    def _begin(self) -> None:
+        if self._recorder is not None:
+            raise RuntimeError("this trace has begun already: call comm.trace() for another one")
+        self._recorder = begin_trace(self._session)
+        self._measuring = self._session.mailbox.loop.create_task(measure_offset(self._session, self._recorder))
 
     def _end(self) -> TraceRecorder:
         recorder = self._recorder

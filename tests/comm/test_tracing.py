@@ -63,6 +63,20 @@ async def test_each_rank_writes_its_own_without_a_collective_and_they_can_be_mer
     assert names(json.loads(whole.read_text())) >= {(0, "all_reduce"), (1, "all_reduce")}
 
 
+async def test_a_thread_may_trace(tmp_path: Path) -> None:
+    asyncio.get_running_loop().set_debug(True)  # refuses timers and tasks from other threads
+
+    def program(comm: Comm) -> None:
+        with comm.trace(tmp_path / "out.json") as scope:
+            comm.all_reduce(torch.ones(2)).wait()
+            with pytest.raises(RuntimeError, match="has begun already"):
+                scope.__enter__()
+
+    async with loopback_world(1) as (comm,):
+        await asyncio.to_thread(program, comm)
+    assert names(json.loads((tmp_path / "out.rank0.json").read_text())) == {(0, "all_reduce")}
+
+
 async def test_a_body_that_raises_leaves_the_own_trace(tmp_path: Path) -> None:
     async with loopback_world(1) as (comm,):
         with pytest.raises(ValueError, match="of the body"):
