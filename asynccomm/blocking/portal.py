@@ -60,6 +60,7 @@ async def awaited(work: Work[T]) -> T:
     if loop is work._mailbox.loop:
         return await work
     if not work.done():
+        work.check_process()
         arrived = loop.create_future()
 
         def arrive() -> None:

@@ -371,7 +371,7 @@ class Launch:
         """Print the failure, if any; return the exit code."""
         blamed: LaunchedRank | None = None
         if self._first is not None:
-            tails = [rank.output.tail.lines() for rank in self._failed]
+            tails = [(rank.number, rank.output.tail.lines()) for rank in self._failed]
             blamed = self._failed[culprit(tails, self._failed.index(self._first))]
             self._report_failure(blamed, sum(bool(rank.failure) for rank in self._ranks))
         if self._signal is not None:

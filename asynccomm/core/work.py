@@ -184,11 +184,15 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         yield from self._suspend(loop)
         return self._outcome()
 
+    def check_process(self) -> None:
+        """Raise ClosedError for a pending operation of the parent, in a forked child: there it never ends."""
+        if isinstance(self.driver, Orphaned):
+            self.driver.before_await(self)
+
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         """The comm's loop, which must be the running one; in a forked child, which runs none, raises ClosedError."""
         if asyncio._get_running_loop() is not self._mailbox.loop:
-            if isinstance(self.driver, Orphaned):
-                self.driver.before_await(self)
+            self.check_process()
             asyncio.get_running_loop()  # raises where there is none
             raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
         return self._mailbox.loop

@@ -122,7 +122,10 @@ class _Awaited(Outcome):
         return list(self._result())
 
     def _start(self) -> None:
-        """Arrange for a callback or a thread to report the outcome, once."""
+        """Arrange for a callback or a thread to report the outcome, once. Raises: ClosedError in a forked child."""
+        if isinstance(self._work, TorchWork):
+            for part in self._work.parts:
+                part.check_process()
         with outcome.deciding:
             if self._started:
                 return

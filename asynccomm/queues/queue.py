@@ -224,6 +224,8 @@ class MessageQueue(Handle, AsyncIterator[Any]):
             if isinstance(self._end, WritingEnd):
                 await self._end.waiters.wait(self._end.flushed)
             failed = False
+        except ClosedError:
+            failed = False  # the comm has closed meanwhile
         except AsyncCommError:
             pass  # the puts have raised it
         finally:

@@ -234,9 +234,14 @@ async def _welcome(
 
 
 def _joined(epoch: str, members: Sequence[Member], tokens: Tokens) -> HandshakeResult:
+    # processes may have inherited the variables of one rank, such as those that a batch script starts
+    distinct = len({member.number for member in members}) == len(members)
     return HandshakeResult(
         epoch,
-        [RankInfo(each.rank, each.host, each.pid, each.network, each.address, each.number) for each in members],
+        [
+            RankInfo(each.rank, each.host, each.pid, each.network, each.address, each.number if distinct else each.rank)
+            for each in members
+        ],
         [member.contact for member in members if member.contact is not None],
         tokens,
     )

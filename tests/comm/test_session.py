@@ -30,13 +30,16 @@ from asynccomm import (
     ReduceOp,
     Work,
     new_comm,
+    wrap,
 )
 from asynccomm.backends.base import Backend
 from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.blocking.portal import awaited
 from asynccomm.comm.connecting import connect_session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import RankState
 from asynccomm.control.timing import SILENT_SECONDS
+from asynccomm.interop.torch_work import TorchWork
 from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Barrier, Recv
 from asynccomm.testing.local import loopback_world
@@ -395,6 +398,10 @@ async def test_a_forked_child_waits_for_no_operation_of_its_parent(numel: int, c
     assert tensor.eq(7).all()
 
 
+async def awaited_as_of_torch(work: Work[Any]) -> None:
+    await wrap(TorchWork([work], []))
+
+
 @pytest.mark.parametrize("error", [None, LookupError])
 @pytest.mark.ranks(2, backend=["shm", "gloo"])
 async def test_a_forked_child_leaves_the_comm_to_its_parent(error: type[Exception] | None, comm: Comm) -> None:
@@ -410,6 +417,10 @@ async def test_a_forked_child_leaves_the_comm_to_its_parent(error: type[Exceptio
             async with comm:
                 with pytest.raises(ClosedError, match="before this process was forked"):
                     await received
+                with pytest.raises(ClosedError, match="before this process was forked"):
+                    asyncio.run(awaited(received))
+                with pytest.raises(ClosedError, match="before this process was forked"):
+                    asyncio.run(awaited_as_of_torch(received))
                 if error is not None:
                     raise error
             code = 0

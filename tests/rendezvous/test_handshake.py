@@ -117,6 +117,12 @@ async def test_a_long_list_of_ranks_has_all_their_facts(store: MemoryStore, monk
     assert {(member.host, member.network) for member in results[1].members} == {("box-07", "0")}
 
 
+async def test_processes_that_share_a_number_have_the_numbers_of_their_ranks(store: MemoryStore) -> None:
+    results = await asyncio.gather(*(start(store, rank, 3, number=7 - rank // 2) for rank in range(3)))
+    check_same(results)
+    assert [member.number for member in results[1].members] == [0, 1, 2]
+
+
 def table(size: int, host: str = "h", network: str = "0", first: int = 0) -> bytes:
     return pack_table([[first + rank, host, 1, network, "", 0, 0, "", 0, "", "", 0] for rank in range(size)])
 

@@ -219,7 +219,7 @@ class TorchCollectiveMethods(Handle):
 
         hooks = self._hooks
         if hooks.before or hooks.after:
-            work = hooks.around(name, OpArguments(args, bool(async_op), given, timeout), call)
+            work = hooks.around(name, OpArguments(args, async_op, given, timeout), call)
         else:
             work = call()
         if not async_op and (here.comm.device.type != "cpu" or asyncio._get_running_loop() is None):

@@ -171,6 +171,15 @@ async def attached(handle: str) -> AsyncIterator[list[MessageQueue]]:
         yield [here, there]
 
 
+async def test_a_comm_and_its_queue_that_close_together_end_the_queue_in_order() -> None:
+    async with loopback_world(2) as comms:
+        writer, reader = await both(comms)
+        await writer.put(1)
+        await asyncio.gather(comms[0].aclose(), writer.aclose())
+        assert [item async for item in reader] == [1]
+        await reader.aclose()
+
+
 async def test_closing_the_comm_of_the_writer_ends_the_queue_of_its_readers() -> None:
     async with loopback_world(2) as comms:
         writer, reader = await both(comms, address="127.0.0.1")
