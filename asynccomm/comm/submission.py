@@ -61,7 +61,7 @@ class Submitter:
         self.in_flight = in_flight
         self.on_failure = on_failure
         self.backend: Backend | None = None  #: None until connected, and in a forked child
-        self.in_child = False  #: whether this process is a forked child of the comm's
+        self.in_child: bool = False  #: whether this process is a forked child of the comm's
         self.counts: CallCounts = in_flight.counts
         self.ordering: AgreedOrder | None = None  #: orders the collectives; None: the program does
         self.lock: ReentrantLock = ReentrantLock()  #: held while submitting, so that calls have one order
