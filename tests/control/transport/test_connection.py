@@ -110,6 +110,7 @@ async def test_small_messages_between_hosts_are_not_delayed() -> None:
         connection.close()
     assert accepted
     listener.close()
+    await until(lambda: not connection_module._open, "all connections closed")
 
 
 async def test_nobody_listens() -> None:
