@@ -91,7 +91,8 @@ def started_by(environ: Mapping[str, str]) -> Launcher | None:
 def process_number(otherwise: int) -> int:
     """The number of this process in dumps and traces, the same for all its comms: the launcher's rank, if it has one.
 
-    Comms count their ranks anew, those that replace another comm, too.
+    Comms count their ranks anew, those that replace another comm, too. Processes may have inherited the variables of
+    one rank: a comm in which two have the same number takes its own ranks instead (``handshake``).
     """
     launcher = started_by(os.environ)
     rank = os.environ.get("RANK") or ("" if launcher is None else os.environ[launcher.rank])
