@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from contextlib import suppress
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from asynccomm import AbortedError, ClosedError, MemoryStore
 from asynccomm.testing import loopback_world
 from asynccomm.weights import Publisher, PushAbandonedError, Server
+from tests.forking import fork
 from tests.waiting import until
 
 from .scenes import LIMIT, Gate, Served, content, fill, publishers, state
@@ -60,6 +63,32 @@ async def test_requests_see_one_version_while_the_next_arrives() -> None:
         assert while_receiving
         assert {*range(1, 6)} - {5} <= seen <= {*range(6)}
         assert served.server.version == content(tensors_of(target)) == 5
+
+
+async def test_a_forked_child_leaves_publisher_and_updates_to_its_parent() -> None:
+    source, target = two_layers(), two_layers()
+    async with loopback_world(1) as comms:
+        served = Served(comms[0], target)
+        async with publishers(comms, [source], servers=1) as (publisher,):
+            await publisher.push()
+            await served.reached(1)
+            pid = fork()
+            if pid == 0:
+                code = 1
+                try:
+                    signal.alarm(20)  # ends it if it waits
+                    await publisher.__aexit__(ValueError, ValueError("in the child"), None)
+                    await served.updates.__aexit__(None, None, None)
+                    code = 0
+                finally:
+                    os._exit(code)
+            _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            fill(tensors_of(source), 2)
+            await publisher.push()
+            await served.reached(2)
+        assert served.versions == [1, 2]
+        assert content(tensors_of(target)) == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"automatic": False}, {"in_place": True}], ids=str)
