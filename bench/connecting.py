@@ -4,18 +4,21 @@
 
 In each round, every contender connects once and closes once, in alternating order; the ranks meet before each step.
 Times are of the last rank, medians over rounds, in milliseconds. The default group of torch.distributed is ours, so
-that a group can be made from it.
+that a group can be made from it. It stays open, and a comm at the launcher's store, too: most comms are made beside
+others of the same processes, with which they share a control channel. The first comm of a run opens one.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from report import Results, median, print_table
@@ -48,6 +51,12 @@ async def new_group(backend: str) -> Any:
 
 async def destroy(group: Any) -> None:
     dist.destroy_process_group(group)
+
+
+def first_of_a_run(run_name: str) -> Awaitable[Comm]:
+    """A comm whose ranks have no control channel yet: the open comms belong to another run."""
+    with mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID=run_name):
+        return new_comm(name="first")
 
 
 async def aclose(comm: Comm) -> None:
@@ -85,6 +94,7 @@ async def bench(options: argparse.Namespace, rows: Results[ConnectRow]) -> None:
             "split": (lambda: _awaited(parent.split(range(parent.size), f"s{next(names)}")), aclose),
             "new_comm, launcher's store": (lambda: _awaited(new_comm(name=f"n{next(names)}")), aclose),
             "new_comm, torch's store": (lambda: _awaited(new_comm(name=f"n{next(names)}", store=store)), aclose),
+            "new_comm, first of a run": (lambda: _awaited(first_of_a_run(f"r{next(names)}")), aclose),
         }
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         gc.disable()

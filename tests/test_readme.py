@@ -264,7 +264,8 @@ def test_every_method_is_named() -> None:
 
 def test_time_limits_are_those_of_the_code() -> None:
     _, rows = table("asynccomm/control/README.md", "between heartbeats")
-    modules = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "asynccomm/control").rglob("*.py")]
+    folders = [ROOT / "asynccomm" / folder for folder in ("control", "rendezvous")]
+    modules = [path.relative_to(ROOT).with_suffix("") for folder in folders for path in folder.rglob("*.py")]
     for name, (seconds, constant) in rows.items():
         end, attribute = constant.strip("`").rsplit(".", 1)
         (module,) = [".".join(m.parts) for m in modules if f".{'.'.join(m.parts)}".endswith(f".{end}")]

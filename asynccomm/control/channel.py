@@ -5,7 +5,8 @@ of ranks, and answers requests. All of these calls run on the control thread, in
 
 The channel joins the parts and dispatches messages: ``router`` holds the routes and the ranks that are gone,
 ``listener`` accepts connections, ``uplink`` connects to the rank above, ``subscribers`` are the comms, ``requests`` and
-``mismatch`` query and compare ranks, and ``service`` runs the agreement on new members.
+``mismatch`` query and compare ranks, ``service`` runs the agreement on new members, and in ``meetings`` the ranks meet
+for new comms.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, TypeVar, final
 
+from asynccomm.control.meetings import Meetings
 from asynccomm.control.membership.service import MembershipService
 from asynccomm.control.messages import (
     ALL,
     Body,
     Heartbeat,
     IssuedCollectives,
+    MeetingArrival,
+    MeetingBegin,
+    MeetingWithdrawal,
     News,
     OrderMessage,
     ParticipantReport,
@@ -32,6 +37,7 @@ from asynccomm.control.messages import (
     Reply,
     ReportRequest,
     Request,
+    WithdrawalAck,
 )
 from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.patient import PATIENT_SECONDS
@@ -82,6 +88,7 @@ class ControlChannel:
         self._fingerprints = MismatchDetector(self._thread, router, self._members, self._requests, self._begin)
         self._joiners: dict[str, Connection] = {}
         self.service: MembershipService = MembershipService(router, self._thread.loop, self)  #: on the control thread
+        self.meetings: Meetings = Meetings(router)  #: on the control thread
         self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.on_attached)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None
@@ -165,9 +172,14 @@ class ControlChannel:
         """Run ``coroutine`` on the control thread. Thread-safe."""
         self._thread.call(lambda: self._begin(coroutine))
 
-    def call(self, call: Callable[[], object]) -> None:
-        """Make ``call`` on the control thread. Thread-safe."""
-        self._thread.call(call)
+    def call(self, call: Callable[[], object]) -> bool:
+        """Make ``call`` on the control thread. Thread-safe. Returns False once the thread has ended."""
+        return self._thread.call(call)
+
+    def connects_all(self, rank: int, size: int) -> bool:
+        """Whether this is the channel of ``rank`` among ``size`` ranks, none of which is gone or without a channel."""
+        known = self.rank == rank and len(self.topology.contacts) == size and rank < size
+        return known and not (self.gone or self._leaving or self._closed)
 
     def silence(self, rank: int) -> float | None:
         """Seconds since the last message of ``rank`` of the job, as far as this rank can tell. Thread-safe."""
@@ -223,7 +235,7 @@ class ControlChannel:
         if self._closed:
             return
         self._closed = True
-        for part in (self._listener, self._uplink, self._requests, self._fingerprints, self.service):
+        for part in (self._listener, self._uplink, self._requests, self._fingerprints, self.service, self.meetings):
             part.close()
         for joiner in self._joiners.values():
             joiner.close()
@@ -297,8 +309,17 @@ class ControlChannel:
                 self.service.on_report_request(key, self._members.__contains__)
             case Presence():
                 self.service.on_presence(source)
+            case MeetingArrival():
+                self.meetings.on_arrival(source, body)
+            case MeetingWithdrawal():
+                self.meetings.on_withdrawal(source, body)
+            case MeetingBegin():
+                self.meetings.on_begin(body)
+            case WithdrawalAck():
+                self.meetings.on_withdrawal_ack(body)
 
     def _on_gone(self, ranks: Sequence[int], how: str) -> None:
+        self.meetings.on_departure()
         for rank in ranks:
             self._members.on_departure(rank, how)
             self._requests.on_departure(rank)

@@ -106,9 +106,50 @@ class OrderMessage(TaggedMessage, frozen=True):
     order: CoordinatorOrder
 
 
+@final
+class MeetingArrival(TaggedMessage, frozen=True):
+    """The sender has come to a meeting for a new comm; to the root."""
+
+    meeting: str
+    terms: JsonObject  #: to be the same on all ranks
+
+
+@final
+class MeetingWithdrawal(TaggedMessage, frozen=True):
+    """The sender waits no longer for the meeting that it has come to; to the root."""
+
+    meeting: str
+
+
+@final
+class WithdrawalAck(TaggedMessage, frozen=True):
+    """The root has received the withdrawal before the meeting began."""
+
+    meeting: str
+
+
+@final
+class MeetingBegin(TaggedMessage, frozen=True):
+    """All ranks have come to a meeting."""
+
+    meeting: str
+    epoch: str
+    terms: dict[int, JsonObject]  #: of the first rank, and of the first one with other terms
+
+
 _Membership: TypeAlias = ParticipantReport | ReportRequest | OrderMessage
+_Meeting: TypeAlias = MeetingArrival | MeetingWithdrawal | WithdrawalAck | MeetingBegin
 Body: TypeAlias = (
-    Presence | Heartbeat | Departure | DepartureAck | News | Request | Reply | IssuedCollectives | _Membership
+    Presence
+    | Heartbeat
+    | Departure
+    | DepartureAck
+    | News
+    | Request
+    | Reply
+    | IssuedCollectives
+    | _Membership
+    | _Meeting
 )
 
 

@@ -48,6 +48,7 @@ from asynccomm.control.transport.tables import Value, pack_table, unpack_table
 from asynccomm.control.transport.topology import RankAddress, Text
 from asynccomm.core.hosts import host_name
 from asynccomm.errors import RendezvousError, StoreError, StoreTimeoutError
+from asynccomm.rendezvous.channel_meeting import ChannelMeeting
 from asynccomm.store.base import Store
 from asynccomm.store.routes import is_reachable, network_id
 from asynccomm.version import __version__
@@ -112,6 +113,7 @@ class _Hello(_VersionedHello, frozen=True):
     address: Text = ""
     number: int = 0
     contact: RankAddress | None = None
+    beside: Text = ""  #: key of the meeting over a control channel to which it has come, too; empty: there is none
 
     def __post_init__(self) -> None:
         if not self.rank < self.size:
@@ -135,11 +137,11 @@ class _Rejection(TaggedMessage, frozen=True):
 
 
 class HandshakeResult(NamedTuple):
-    """The result of a handshake: the comm's epoch and members, and their control channel."""
+    """The result of a handshake: the comm's epoch and members, and the control channel that they open."""
 
     epoch: str
     members: list[RankInfo]  #: in rank order
-    contacts: list[RankAddress]  #: of the members that have a control channel
+    contacts: list[RankAddress]  #: of the members that open a control channel
     tokens: Tokens
 
 
@@ -156,6 +158,7 @@ async def handshake(
     number: int | None = None,
     spent: float = 0.0,
     epoch: str | None = None,
+    beside: ChannelMeeting | None = None,
 ) -> HandshakeResult:
     """Connect with the other ranks of comm ``name``. Cancelling is safe.
 
@@ -165,6 +168,7 @@ async def handshake(
         timeout: seconds allowed for the whole set-up of the comm.
         spent: seconds of ``timeout`` already used.
         epoch: of rank 0: the result of ``publish_epoch``; None: published here.
+        beside: goes on meanwhile; once it begins, the caller cancels the handshake.
 
     Raises: RendezvousError naming the missing ranks or the mismatch, on all ranks that have arrived so far.
     """
@@ -183,12 +187,13 @@ async def handshake(
         address if is_reachable(address) else "",
         rank if number is None else number,
         contact,
+        "" if beside is None else beside.key,
     )
     deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)
     if rank == 0:
         epoch = await publish_epoch(store, name) if epoch is None else epoch
-        return await _welcome(place.prefix(epoch), epoch, name, hello, deadline, timeout)
+        return await _welcome(place.prefix(epoch), epoch, name, hello, deadline, timeout, beside)
     return await _ask(place, name, hello, deadline, timeout)
 
 
@@ -201,7 +206,13 @@ async def publish_epoch(store: Store, name: str) -> str:
 
 
 async def _welcome(
-    room: Store, epoch: str, name: str, mine: _Hello, deadline: float, timeout: float
+    room: Store,
+    epoch: str,
+    name: str,
+    mine: _Hello,
+    deadline: float,
+    timeout: float,
+    beside: ChannelMeeting | None,
 ) -> HandshakeResult:
     size = mine.size
     deadline -= min(NOTICE, timeout / 10)
@@ -222,6 +233,9 @@ async def _welcome(
     if not problem and len(hellos) < size:
         missing = [rank for rank in range(size) if rank not in hellos]
         problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
+    if not problem and beside is not None and all(hello.beside == beside.key for hello in hellos.values()):
+        failed = await beside.failed(max(0.0, deadline - time.monotonic()))
+        problem = "" if failed else f"the ranks did not meet over their control channel within {timeout:g} s"
     if problem:
         raise await _reject(room, nonces, f"comm {name!r}: {problem}")
     members, tokens = _as_listed([hellos[rank].member for rank in range(size)]), Tokens.random()
@@ -245,6 +259,19 @@ def _joined(epoch: str, members: Sequence[Member], tokens: Tokens) -> HandshakeR
         [member.contact for member in members if member.contact is not None],
         tokens,
     )
+
+
+def met(beside: ChannelMeeting, name: str) -> HandshakeResult:
+    """The result of a meeting that has begun. Raises: RendezvousError: the terms differ."""
+    begin = beside.begin
+    assert begin is not None
+    (first, expected), *others = begin.terms.items()
+    for rank, terms in others:
+        for key in sorted(expected.keys() | terms.keys()):
+            if expected.get(key) != terms.get(key):
+                sides = f"rank {first} has {expected.get(key)!r}, rank {rank} has {terms.get(key)!r}"
+                raise RendezvousError(f"comm {name!r}: {key} differs: {sides}")
+    return HandshakeResult(begin.epoch, list(beside.lease.members), [], beside.tokens(begin.epoch))
 
 
 def _as_listed(members: Sequence[Member]) -> list[Member]:

@@ -32,10 +32,12 @@ from asynccomm.control.timing import SILENT_SECONDS
 from asynccomm.core.tasks import detach
 from asynccomm.errors import AsyncCommError, ClosedError
 from asynccomm.ops.validation import CommInfo
+from asynccomm.rendezvous.shared_channels import ChannelLease
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession
 from asynccomm.store.base import Store, path_of, within
 
 STORE_HOST_KEY = "host"  # key under a job's prefix: the rank that hosts the store, if a rank does
+DEPARTURES_KEY = "gone"  # key under a job's prefix: the number of ranks that no longer need the store
 ANNOUNCE_SECONDS = 1.0  # seconds for the departure of a rank to reach the store, which may be lost or stuck
 LEAVE_SECONDS = 10.0  # seconds that the rank hosting the store stays for the other ranks after closing its comms
 LOOK_SECONDS = 0.01  # seconds between looks for their announcements
@@ -100,7 +102,7 @@ class Job:
     Args:
         world: the rendezvous and rank of this process.
         group, room: the first comm's group and store prefix; all ranks of the job belong to this comm.
-        meeting, channel: closed with the last comm. No channel: the job runs without a control channel.
+        meeting, lease: closed with the last comm. No lease: the job runs without a control channel.
         origin: None: no other job can replace this one.
         secret: as secret as the tokens of the job; empty: there is none.
     """
@@ -111,18 +113,19 @@ class Job:
         group: CommInfo,
         room: Store,
         meeting: StoreSession,
-        channel: ControlChannel | None = None,
+        lease: ChannelLease | None = None,
         origin: JobOrigin | None = None,
         secret: bytes = b"",
     ) -> None:
         self.world = world
         self.secret = secret
-        self.channel = channel
+        self.channel: ControlChannel | None = None if lease is None else lease.channel
         self.origin = origin
         self.left_out: set[int] = set()  #: ranks without which another job has replaced a comm of this one
         self.room = room
         self._group = group
         self._meeting = meeting
+        self._lease = lease
         self.store: Store = meeting.store
         self._seats = 0
         self._over = False
@@ -138,8 +141,8 @@ class Job:
     def abandon(self) -> None:
         """Count one comm less after its loop has ended; the last one ends the control channel without the loop."""
         self._seats -= 1
-        if self._seats == 0 and self.channel is not None:
-            self.channel.end()
+        if self._seats == 0 and self._lease is not None:
+            self._lease.end()
 
     async def leave(self, successor: Job | None = None, *, abandoned: bool = False) -> None:
         """Count one comm less; with the last, the rank leaves the store.
@@ -172,8 +175,8 @@ class Job:
                 await asyncio.gather(*ending, return_exceptions=True)
             finally:
                 try:
-                    if self.channel is not None:
-                        await self.channel.aclose()
+                    if self._lease is not None:
+                        await self._lease.aclose()
                 finally:
                     await self._meeting.aclose()
 
@@ -186,10 +189,10 @@ class Job:
             job._last.set()
         try:
             async with within(limit if stays else ANNOUNCE_SECONDS):
-                gone = await self.room.add("gone", 1)
+                gone = await self.room.add(DEPARTURES_KEY, 1)
                 while hosts and gone + self._lost < size:
                     await self._pause(limit)
-                    gone = await self.room.add("gone", 0)
+                    gone = await self.room.add(DEPARTURES_KEY, 0)
                 if self._predecessors:
                     await asyncio.wait(self._predecessors)
         except TimeoutError:
@@ -247,7 +250,7 @@ class CommIdentity:
         self.members: tuple[RankInfo, ...] = tuple(members)
         self.parent_ranks: tuple[int, ...] = tuple(parent_ranks)
         self.job_ranks: tuple[int, ...] = tuple(job_ranks)
-        self.key: str = _digest(path_of(room))  #: identifies this comm in the control channel
+        self.key: str = comm_key(room)  #: identifies this comm in the control channel
         self.successor: Job | None = None  #: the job of the comm that replaces this one
         self._reservation = reservation
         self._splits: Counter[str] = Counter()
@@ -314,6 +317,18 @@ class CommIdentity:
             await self.job.leave(successor, abandoned=abandoned)
         finally:
             self.free_name()
+
+
+async def announce_departure(room: Store) -> None:
+    """Announce that this rank has met the others in ``room``, and needs the store no longer."""
+    with contextlib.suppress(TimeoutError, AsyncCommError):
+        async with within(ANNOUNCE_SECONDS):
+            await room.add(DEPARTURES_KEY, 1)
+
+
+def comm_key(room: Store) -> str:
+    """The key in the control channel of the comm with the store prefix ``room``."""
+    return _digest(path_of(room))
 
 
 def _digest(text: str) -> str:

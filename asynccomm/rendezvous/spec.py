@@ -81,6 +81,7 @@ class StoreSession:
     close: Callable[[], Awaitable[None]] | None = None  #: closes the opened store; None: the store was open before
     hosted: StoreServer | None = None
     given: Store | None = None  #: of the caller; its server may end with it
+    address: str = ""  #: distinguishes the store from others; empty: unknown
 
     async def aclose(self) -> None:
         try:
@@ -153,7 +154,7 @@ async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
         file = TorchStore(
             await anyio.to_thread.run_sync(_file_store, place.path, place.size, abandon_on_cancel=True), timeout
         )
-        return StoreSession(file, file.aclose)
+        return StoreSession(file, file.aclose, address=place.path)
     hosted = None
     if place.hosting:
         hosted = _already_hosted(place) or await anyio.to_thread.run_sync(_host, place, abandon_on_cancel=True)
@@ -166,7 +167,7 @@ async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
         if hosted is not None:
             hosted.release()
         raise
-    return StoreSession(shared.client, shared.release, hosted)
+    return StoreSession(shared.client, shared.release, hosted, address=place.meeting or f"{host}:{port}")
 
 
 async def _connect_given(store: Store, timeout: float) -> StoreSession:
@@ -174,8 +175,9 @@ async def _connect_given(store: Store, timeout: float) -> StoreSession:
     if not isinstance(store, TorchStore) or (server := store.server()) is None:
         return StoreSession(store)
     shared = await SharedClient.connect(server.host, server.port, timeout)
+    address = f"{server.host}:{server.port}"
     if not server.prefixed:
-        return StoreSession(shared.client, shared.release, given=store)
+        return StoreSession(shared.client, shared.release, given=store, address=address)
     namespace = _namespaces.get(store.torchs)
     if namespace is None:
         async with AsyncExitStack() as unless_agreed:
@@ -184,11 +186,10 @@ async def _connect_given(store: Store, timeout: float) -> StoreSession:
                 async with within(timeout):
                     agreed = await store.compare_set(NAMESPACE_KEY, "", secrets.token_hex(8))
             except TimeoutError:
-                address = f"{server.host}:{server.port}"
                 raise RendezvousError(f"the client of the store at {address} was busy for {timeout:g} s") from None
             unless_agreed.pop_all()
         namespace = _namespaces[store.torchs] = agreed.decode()
-    return StoreSession(shared.client.prefix(namespace), shared.release, given=store)
+    return StoreSession(shared.client.prefix(namespace), shared.release, given=store, address=address)
 
 
 def _file_store(path: str, size: int) -> dist.FileStore:

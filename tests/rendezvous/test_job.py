@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,22 @@ class Hosted:
     """Stands for the server."""
 
 
-def make(store: MemoryStore, *, hosting: bool = False, size: int = 2, room: str = "room") -> tuple[Job, Closing]:
+def make(
+    store: MemoryStore, *, hosting: bool = False, size: int = 2, room: str = "room", lease: Any = None
+) -> tuple[Job, Closing]:
     meeting = Closing(store, close=store.aclose, hosted=Hosted() if hosting else None)  # type: ignore[arg-type]
-    return Job(WORLD, CommInfo("main", 0, size, torch.device("cpu")), store.prefix(room), meeting), meeting
+    group = CommInfo("main", 0, size, torch.device("cpu"))
+    return Job(WORLD, group, store.prefix(room), meeting, lease), meeting
+
+
+class Lease:
+    """Stands for the lease of a channel."""
+
+    channel = None
+    closed = 0
+
+    async def aclose(self) -> None:
+        self.closed += 1
 
 
 def seat_in(job: Job, name: str, store: MemoryStore) -> CommIdentity:
@@ -166,25 +180,20 @@ class Line:
     def __init__(self, gone: dict[int, str]) -> None:
         self.gone = gone
         self.silences: dict[int, float] = {}
-        self.closed = 0
 
     def silence(self, rank: int) -> float | None:
         return self.silences.get(rank)
 
-    async def aclose(self) -> None:
-        self.closed += 1
-
 
 async def test_the_channel_is_closed_with_the_last_comm() -> None:
     store = MemoryStore()
-    job, meeting = make(store)
-    line = Line({})
-    job.channel = line  # type: ignore[assignment]
+    lease = Lease()
+    job, meeting = make(store, lease=lease)
     seats = [seat_in(job, name, store) for name in "ab"]
     await seats[0].leave()
-    assert (line.closed, meeting.closed) == (0, 0)
+    assert (lease.closed, meeting.closed) == (0, 0)
     await seats[1].leave()
-    assert (line.closed, meeting.closed) == (1, 1)
+    assert (lease.closed, meeting.closed) == (1, 1)
 
 
 async def test_the_host_does_not_wait_for_the_dead() -> None:
