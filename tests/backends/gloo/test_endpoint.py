@@ -169,14 +169,17 @@ def test_a_stranger_is_refused(ranks: list[Rank], hello: bytes, monkeypatch: pyt
     soon(lambda: ranks[1].headers == [(0, 7)])
 
 
-def test_a_rank_cannot_connect_twice_or_as_a_rank_that_does_not_exist(ranks: list[Rank]) -> None:
+def test_a_rank_cannot_connect_twice_or_as_a_rank_that_does_not_exist(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "HELLO_SECONDS", 3600.0)
     ranks[0].send(1, 1)
     soon(lambda: ranks[1].headers)
     contact = ranks[1].endpoint.contact
     for rank in (0, 2, 2**32 - 1):
         with socket.create_connection((contact.address, contact.port), timeout=20) as other:
-            other.sendall(contact.token + rank.to_bytes(4, "little"))
-            assert other.recv(1) == b""
+            other.sendall(endpoint_module._HELLO.pack(contact.token, rank, endpoint_module.MESSAGES))
+            assert other.recv(1) == b"", "refused at once"
 
 
 def test_a_crowd_of_strangers_keeps_no_rank_out(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
