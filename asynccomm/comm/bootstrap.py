@@ -33,7 +33,7 @@ from asynccomm.rendezvous.job import (
     comm_key,
 )
 from asynccomm.rendezvous.launchers import process_number
-from asynccomm.rendezvous.shared_channels import ChannelLease
+from asynccomm.rendezvous.shared_channels import ChannelLease, ChannelPlace
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
 from asynccomm.store.base import Store, path_of
 from asynccomm.store.routes import network_id
@@ -81,7 +81,8 @@ async def bootstrap(
         joined = await exchange_addresses(room, joined, sockets, group.rank, options.hints, start + limit)
         if sockets is not None:
             channel = await _open_channel(joined, sockets, start + limit)
-            lease = None if channel is None else ChannelLease.of_new(channel, _where(place, meeting), met_as)
+            where = _where(place, meeting) if shares else None
+            lease = None if channel is None else ChannelLease.of_new(channel, where, met_as)
         unless_met.pop_all()
     ranks = range(group.size)
     job = Job(world, group, room, meeting, lease, origin, joined.tokens.secret)
@@ -152,8 +153,8 @@ async def _join(
         unless_met.push_async_callback(meeting.aclose)
         scope = meeting.store.prefix(place.scope)
         try:
-            if beside is None and shares and meeting.address:
-                lease = ChannelLease.of_open(_where(place, meeting), group.rank, group.size)
+            if beside is None and shares and (where := _where(place, meeting)) is not None:
+                lease = ChannelLease.of_open(where, group.rank, group.size)
                 if lease is not None:
                     room = scope.prefix(group.name)
                     beside = _come(lease, room, {"backend": requested, "ordering": options.ordering})
@@ -177,9 +178,9 @@ async def _join(
             await asyncio.sleep(RETRY_SECONDS)
 
 
-def _where(place: RendezvousSpec, meeting: StoreSession) -> tuple[str, ...]:
-    """The comms that share a channel have this in common."""
-    return place.run, meeting.address, host_name(), network_id()
+def _where(place: RendezvousSpec, meeting: StoreSession) -> ChannelPlace | None:
+    """Where comms have to be made to share a channel with this one; None: none can."""
+    return ChannelPlace(place.run, meeting.address, host_name(), network_id()) if meeting.address else None
 
 
 def _come(lease: ChannelLease, room: Store, terms: JsonObject) -> ChannelMeeting:

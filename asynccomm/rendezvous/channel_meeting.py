@@ -22,7 +22,7 @@ from asynccomm.store.base import within
 
 T = TypeVar("T")
 
-SOON_SECONDS: Final = 0.05  # for the other ranks to come; after it, this rank says hello in the store
+SOON_SECONDS: Final = 0.005  # for the other ranks to come; after it, this rank says hello in the store
 ACK_SECONDS: Final = 0.5  # for the root to acknowledge a withdrawal
 
 

@@ -11,10 +11,21 @@ import hashlib
 import os
 import threading
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
 from asynccomm.backends.base import RankInfo
 from asynccomm.control.channel import ControlChannel
+
+
+@final
+class ChannelPlace(NamedTuple):
+    """Comms share a channel only if they agree in all of this."""
+
+    run: str  #: of the launcher; tools find the comms of a run by its channels
+    store: str  #: the address; ranks of other stores are other processes
+    host: str  #: the name of this rank's host, and its network, as the other ranks know them
+    network: str
+
 
 _open: list[_SharedChannel] = []  # the channels of this process, the oldest first
 _lock = threading.RLock()  # reentrant: a comm collected while the lock is held also ends its lease
@@ -26,7 +37,7 @@ class _SharedChannel:
 
     __slots__ = ("channel", "leases", "members", "where")
 
-    def __init__(self, channel: ControlChannel, where: tuple[str, ...], members: Sequence[RankInfo]) -> None:
+    def __init__(self, channel: ControlChannel, where: ChannelPlace | None, members: Sequence[RankInfo]) -> None:
         self.channel = channel
         self.where = where
         self.members = members
@@ -44,21 +55,21 @@ class ChannelLease:
             shared.leases += 1
 
     @classmethod
-    def of_new(cls, channel: ControlChannel, where: tuple[str, ...], members: Sequence[RankInfo]) -> ChannelLease:
+    def of_new(cls, channel: ControlChannel, where: ChannelPlace | None, members: Sequence[RankInfo]) -> ChannelLease:
         """The first lease of ``channel``.
 
         Args:
-            where: the launcher's name of the run, by which tools find the channels and their comms, the address of
-                the store, and the names of this host and its network: where they differ, the ranks have others.
+            where: None: no other job uses the channel.
             members: of the comm that has opened the channel, in rank order.
         """
         shared = _SharedChannel(channel, where, members)
         with _lock:
-            _open.append(shared)
+            if where is not None:
+                _open.append(shared)
             return cls(shared)
 
     @classmethod
-    def of_open(cls, where: tuple[str, ...], rank: int, size: int) -> ChannelLease | None:
+    def of_open(cls, where: ChannelPlace, rank: int, size: int) -> ChannelLease | None:
         """A lease of an open channel with these numbers for its ranks, none of which is gone; None: there is none."""
         with _lock:
             found = (each for each in _open if each.where == where and each.channel.connects_all(rank, size))
@@ -96,7 +107,7 @@ class ChannelLease:
                 self._ended = True
                 self._shared.leases -= 1
                 self._last = not self._shared.leases
-                if self._last and self._shared in _open:  # it is not there in a forked child
+                if self._last and self._shared in _open:  # a forked child has forgotten it
                     _open.remove(self._shared)
             return self._last
 

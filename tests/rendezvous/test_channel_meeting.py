@@ -12,11 +12,13 @@ import pytest
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.rendezvous import channel_meeting as module
 from asynccomm.rendezvous.channel_meeting import ChannelMeeting
-from asynccomm.rendezvous.shared_channels import ChannelLease
+from asynccomm.rendezvous.shared_channels import ChannelLease, ChannelPlace
 from tests.control.channel_pairs import job
 from tests.control.unauthenticated import until
 
 pytestmark = pytest.mark.usefixtures("quiet")
+
+HERE = ChannelPlace("run", "host:1", "host", "network")
 
 
 class Two:
@@ -27,7 +29,7 @@ class Two:
         self.told: list[tuple[int, str, JsonObject]] = []
 
     def come(self, rank: int, name: str = "m", **terms: Any) -> ChannelMeeting:
-        lease = ChannelLease.of_open((), rank, 2)
+        lease = ChannelLease.of_open(HERE, rank, 2)
         assert lease is not None
         return ChannelMeeting(lease, name, terms, lambda epoch, error: self.told.append((rank, epoch, error)))
 
@@ -40,7 +42,7 @@ class Two:
 @asynccontextmanager
 async def two() -> AsyncIterator[Two]:
     async with job("aa") as found:
-        leases = [ChannelLease.of_new(channel, (), []) for channel in found.channels]
+        leases = [ChannelLease.of_new(channel, HERE, []) for channel in found.channels]
         yield Two(leases)
         for lease in leases:
             await lease.aclose()
@@ -211,7 +213,7 @@ async def test_a_root_that_does_not_answer_is_not_waited_for(monkeypatch: pytest
 
 async def test_a_channel_that_has_ended_is_no_meeting() -> None:
     async with two() as found:
-        lease = ChannelLease.of_open((), 1, 2)
+        lease = ChannelLease.of_open(HERE, 1, 2)
         assert lease is not None
         await found.leases[1].channel.aclose()
         meeting = ChannelMeeting(lease, "m", {}, lambda epoch, error: None)

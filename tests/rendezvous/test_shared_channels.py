@@ -11,21 +11,21 @@ import pytest
 from asynccomm.backends.base import RankInfo
 from asynccomm.control.channel import ControlChannel
 from asynccomm.rendezvous import shared_channels
-from asynccomm.rendezvous.shared_channels import ChannelLease
+from asynccomm.rendezvous.shared_channels import ChannelLease, ChannelPlace
 from tests.control.channel_pairs import job
 from tests.control.unauthenticated import until
 from tests.forking import fork
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-HERE = ("run", "host:1")
+HERE = ChannelPlace("run", "host:1", "host", "network")
 
 
 def members(size: int) -> Sequence[RankInfo]:
     return [RankInfo(rank, "host", os.getpid(), "0", "", rank) for rank in range(size)]
 
 
-def lease(channel: ControlChannel, where: tuple[str, str] = HERE) -> ChannelLease:
+def lease(channel: ControlChannel, where: ChannelPlace = HERE) -> ChannelLease:
     return ChannelLease.of_new(channel, where, members(len(channel.topology.contacts)))
 
 
@@ -60,8 +60,10 @@ async def test_only_the_same_ranks_at_the_same_place_share() -> None:
     async with job("aa") as found:
         mine = lease(found.channels[1])
         for where, rank, size in [
-            (("other run", HERE[1]), 1, 2),
-            ((HERE[0], "host:2"), 1, 2),
+            (HERE._replace(run="another"), 1, 2),
+            (HERE._replace(store="host:2"), 1, 2),
+            (HERE._replace(host="another"), 1, 2),
+            (HERE._replace(network="another"), 1, 2),
             (HERE, 0, 2),
             (HERE, 1, 3),
             (HERE, 2, 2),
@@ -70,7 +72,9 @@ async def test_only_the_same_ranks_at_the_same_place_share() -> None:
         again = ChannelLease.of_open(HERE, 1, 2)
         assert again is not None
         again.end()
-        await found.channels[0].aclose()
+        alone = ChannelLease.of_new(found.channels[0], None, members(2))
+        assert ChannelLease.of_open(HERE, 0, 2) is None, "it is not for others"
+        await alone.aclose()
         await until(lambda: 0 in found.channels[1].gone, "the leave of rank 0")
         assert ChannelLease.of_open(HERE, 1, 2) is None, "a rank is gone"
         await mine.aclose()
