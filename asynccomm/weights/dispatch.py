@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asynccomm.comm.comm import Comm
 from asynccomm.core.tasks import shielded
-from asynccomm.errors import AsyncCommError
+from asynccomm.errors import AsyncCommError, BrokenError
 from asynccomm.store.base import within
 from asynccomm.weights.buckets import Bucket, cut, total
 from asynccomm.weights.conversation import Conversation, Done, Fan, FinishedError, Go, Ready
@@ -128,13 +128,16 @@ class Dispatch:
         try:
             try:
                 if fan is None:
-                    fan = await self._new_fan(numbers, key)
+                    fan = await self._new_fan(task.job, attempt, group, key)
                 await send(fan, group[0].buckets, task.tensors, task.layout)
                 task.nbytes += group[0].nbytes
             except AsyncCommError as exc:
                 error = f"{type(exc).__name__}: {exc}"
             else:
                 error = ""
+            if fan is None:  # servers that still wait for it give up at the next order
+                living = await self._each(task, group, _check_living)
+                return dict.fromkeys(living, error)
             if len(await self._each(task, group, hear)) < len(group) or failed:
                 error = error or "not all servers have received everything"
         finally:
@@ -145,12 +148,26 @@ class Dispatch:
                 await shielded(fan.aclose())
         return failed
 
-    async def _new_fan(self, numbers: tuple[int, ...], key: int) -> Comm:
-        """A comm with the servers ``numbers``, in place of others that they are in. Raises: AsyncCommError."""
-        for old in [old for old in self._fans if {*old} & {*numbers}]:
+    async def _new_fan(self, job: int, attempt: int, group: Sequence[ServerLink], key: int) -> Comm:
+        """A comm with the servers ``group``, in place of others that they are in.
+
+        Raises: AsyncCommError, also as soon as one of them has left or has ended the attempt.
+        """
+        numbers = {member.number for member in group}
+        for old in [old for old in self._fans if {*old} & numbers]:
             _, comm = self._fans.pop(old)
             await comm.aclose()
-        return await self._meeting.fan(self._rank, key, 0, len(numbers) + 1)
+        making = asyncio.ensure_future(self._meeting.fan(self._rank, key, 0, len(group) + 1))
+        ends = [asyncio.ensure_future(_answer(member, job, attempt)) for member in group]
+        try:
+            await asyncio.wait([making, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if not making.done():
+                raise BrokenError("a server did not wait for the fan")
+            return making.result()
+        finally:
+            for task in (making, *ends):
+                task.cancel()
+            await asyncio.gather(making, *ends, return_exceptions=True)
 
     async def _each(
         self,
@@ -183,6 +200,11 @@ class Dispatch:
         while self._fans:
             _, (_, comm) = self._fans.popitem()
             await comm.aclose()
+
+
+async def _check_living(member: ServerLink) -> None:
+    if member.talk.ended is not None:
+        raise member.talk.ended
 
 
 async def _answer(member: ServerLink, job: int, attempt: int) -> str:

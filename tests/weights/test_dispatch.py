@@ -15,6 +15,8 @@ from torch import Tensor
 from asynccomm import Comm, new_comm
 from asynccomm.testing import loopback_world
 from asynccomm.weights import Publisher, Server, dispatch, trainer_link
+from asynccomm.weights import meeting as meeting_module
+from asynccomm.weights.meeting import Meeting
 from tests.forkserver import Nursery
 from tests.weights.scenes import Served, content, fill, publishers, state
 
@@ -117,8 +119,8 @@ async def test_a_fan_is_made_again_when_servers_come_and_go(monkeypatch: pytest.
     fans: list[Comm] = []
     original = dispatch.Dispatch._new_fan
 
-    async def noted(self: dispatch.Dispatch, numbers: tuple[int, ...], key: int) -> Comm:
-        comm = await original(self, numbers, key)
+    async def noted(self: dispatch.Dispatch, *arguments: Any) -> Comm:
+        comm = await original(self, *arguments)
         fans.append(comm)
         return comm
 
@@ -139,3 +141,33 @@ async def test_a_fan_is_made_again_when_servers_come_and_go(monkeypatch: pytest.
             assert len(result.servers) == 2
             await third.reached(4)
             assert [comm.size for comm in fans] == [3, 2, 4, 3]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_a_server_that_leaves_while_its_fan_is_made_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, servers: int
+) -> None:
+    waits = asyncio.Event()
+    making = Meeting.fan
+
+    async def fan(self: Meeting, trainer: int, key: int, rank: int, size: int) -> Comm:
+        if rank == servers and size == servers + 1 and not waits.is_set():
+            waits.set()
+            await asyncio.get_running_loop().create_future()
+        return await making(self, trainer, key, rank, size)
+
+    monkeypatch.setattr(Meeting, "fan", fan)
+    monkeypatch.setattr(meeting_module, "CONNECT_SECONDS", 3600.0)
+    async with loopback_world(1) as comms:
+        served = [Served(comms[0], state()) for _ in range(servers)]
+        async with publishers(comms, [state(1)], servers=servers, timeout=3600.0) as (publisher,):
+            pushing = asyncio.ensure_future(publisher.push())
+            await waits.wait()
+            await served[-1].leave()
+            async with asyncio.timeout(20):
+                result = await pushing
+            assert list(result.lost) == [served[-1].server.label]
+            assert len(result.servers) == servers - 1
+            for each in served[:-1]:
+                await each.reached(1)
+                assert content(each.tensors) == 1
