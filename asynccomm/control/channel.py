@@ -1,4 +1,4 @@
-"""The control channel of a job's rank: one connection up the tree, shared by all comms that were split off one another.
+"""The control channel of a job's rank: one connection up the tree, shared by the comms of the same processes.
 
 Each comm subscribes with the key that its ranks share and a member (``subscribers``), which handles news and the ends
 of ranks, and answers requests. All of these calls run on the control thread, independently of the comm's own loop.

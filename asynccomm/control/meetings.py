@@ -87,6 +87,10 @@ class Meetings:
             del self._come[meeting]
             self._router.send(ALL, MeetingBegin(meeting, secrets.token_hex(MEETING_BYTES // 2), _distinct(come)))
 
+    def absent(self, meeting: str) -> set[int]:
+        """The ranks that have not come to ``meeting``, or have withdrawn. From any thread."""
+        return self._router.topology.contacts.keys() - self._come.get(meeting, {}).copy().keys()
+
     def on_withdrawal(self, source: int, withdrawal: MeetingWithdrawal) -> None:
         """Handle the withdrawal of a rank; too late, once the meeting has begun."""
         come = self._come.get(withdrawal.meeting, {})

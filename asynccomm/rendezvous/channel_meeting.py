@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar, final
 
@@ -23,7 +24,61 @@ from asynccomm.store.base import within
 T = TypeVar("T")
 
 SOON_SECONDS: Final = 0.005  # for the other ranks to come; after it, this rank says hello in the store
-ACK_SECONDS: Final = 0.5  # for the root to acknowledge a withdrawal
+
+
+@final
+class _Arrival:
+    """The arrival of this rank, on the control thread. It outlives a meeting that is dropped together with its loop.
+
+    Args:
+        lease, name, tell: of the meeting.
+        notify: called with the outcome.
+    """
+
+    def __init__(
+        self,
+        lease: ChannelLease,
+        name: str,
+        tell: Callable[[str, JsonObject], object],
+        notify: Callable[[MeetingBegin | None], object],
+    ) -> None:
+        self._lease = lease
+        self._name = name
+        self._tell = tell
+        self._notify = notify
+        self._answered = False
+        self._begin: MeetingBegin | None = None
+        self._error: JsonObject | None = None  # why this rank gave up
+
+    def come(self, terms: JsonObject) -> None:
+        """Come to the meeting."""
+        meetings = self._lease.channel.meetings
+        if not self._lease.channel.call(lambda: meetings.come(self._name, terms, self._on_outcome)):
+            self._on_outcome(None)
+
+    def _on_outcome(self, begin: MeetingBegin | None) -> None:
+        self._answered, self._begin = True, begin
+        if self._error is not None or begin is None:
+            self._end()
+        self._notify(begin)
+
+    def give_up(self, error: JsonObject) -> None:
+        """See ``ChannelMeeting.give_up``."""
+        if not self._lease.channel.call(lambda: self._withdraw(error)):
+            self._lease.end()
+
+    def _withdraw(self, error: JsonObject) -> None:
+        first, self._error = self._error is None, error
+        if self._answered:
+            self._end()
+        elif first:
+            self._lease.channel.meetings.withdraw(self._name)
+
+    def _end(self) -> None:
+        """End the lease; before, tell this rank's error to the others if they count on it."""
+        if self._begin is not None and self._error is not None:
+            self._tell(self._begin.epoch, self._error)
+        self._lease.end()
 
 
 @final
@@ -36,53 +91,48 @@ class ChannelMeeting:
         terms: equal on all ranks, else the meeting begins with their difference.
         tell: called with an epoch and an error message for the others, if this rank gave up after a meeting began; on
             the control thread.
+        dropped: the message if the attempt is dropped, as by the end of its loop.
     """
 
     def __init__(
-        self, lease: ChannelLease, name: str, terms: JsonObject, tell: Callable[[str, JsonObject], object]
+        self,
+        lease: ChannelLease,
+        name: str,
+        terms: JsonObject,
+        tell: Callable[[str, JsonObject], object],
+        dropped: JsonObject,
     ) -> None:
         self.lease = lease
         self.key: str = _digest(f"{lease.key}/{name}")  #: the same for all ranks that come to this meeting
         self._name = name
-        self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[MeetingBegin | None] = self._loop.create_future()
-        # on the control thread
-        self._answers: list[MeetingBegin | None] = []  # the outcome, once it is there
-        self._error: JsonObject | None = None  # why this rank gave up
-        if not lease.channel.call(lambda: lease.channel.meetings.come(name, terms, self._on_outcome)):
-            self._on_outcome(None)
+        notify = weakref.WeakMethod(self._on_outcome)
+        self._arrival = _Arrival(lease, name, tell, lambda begin: (call := notify()) and call(begin))
+        self._drop = weakref.finalize(self, self._arrival.give_up, dropped)
+        self._drop.atexit = False
+        self._arrival.come(terms)
 
     def _on_outcome(self, begin: MeetingBegin | None) -> None:
-        self._answers.append(begin)
-        if self._error is not None or begin is None:
-            self._end(begin)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._outcome.set_result, begin)
 
-    def _end(self, begin: MeetingBegin | None) -> None:
-        """End the lease; before, tell this rank's error to the others if they count on it."""
-        if begin is not None and self._error is not None:
-            self._tell(begin.epoch, self._error)
-        self.lease.end()
+    def keep_lease(self) -> None:
+        """Leave the lease to the comm that has come about."""
+        self._drop.detach()
 
-    async def give_up(self, error: JsonObject) -> None:
-        """Withdraw, and wait until the root knows; if the meeting has begun, tell the others ``error``.
+    def give_up(self, error: JsonObject) -> None:
+        """Withdraw, or if the meeting has begun, tell the others ``error``. Idempotent; does not wait."""
+        self._drop.detach()
+        self._arrival.give_up(error)
 
-        Afterwards, no other rank can meet this attempt, and a next one cannot be taken for it. Idempotent.
-        """
+    async def answer(self) -> MeetingBegin | None:
+        """Wait for the outcome, also after giving up: then no other rank can meet this attempt any more."""
+        return await asyncio.shield(self._outcome)
 
-        def withdraw() -> None:
-            first, self._error = self._error is None, error
-            if self._answers:
-                self._end(self._answers[0])
-            elif first:
-                self.lease.channel.meetings.withdraw(self._name)
-
-        if self.lease.channel.call(withdraw):
-            await asyncio.wait([self._outcome], timeout=ACK_SECONDS)
-        else:
-            self.lease.end()
+    def absent(self) -> set[int]:
+        """At rank 0: the ranks that have not come to the meeting, or have withdrawn."""
+        return self.lease.channel.meetings.absent(self._name)
 
     @property
     def begin(self) -> MeetingBegin | None:

@@ -5,7 +5,8 @@ again. A rank therefore trusts only keys that answer its own fresh nonce:
 
 1. Rank 0 publishes a random epoch under the comm's name.
 2. Each rank reads the epoch and posts a numbered hello with a random nonce under it.
-3. Rank 0 checks all hellos and answers each nonce, with the list of members or with the mismatch. A long list stands
+3. Rank 0 checks all hellos and answers each nonce, with the list of members or with the mismatch; not where all ranks
+   also come to one meeting over a control channel, as they meet there (``channel_meeting``). A long list stands
    once in the store, as a table, and the answers refer to it: rank 0 would else write it once for each rank. All ranks
    read it, so it must be short: of a usual member it has about one byte, for the number of the process.
 
@@ -47,7 +48,7 @@ from asynccomm.control.transport.schema import (
 from asynccomm.control.transport.tables import Value, pack_table, unpack_table
 from asynccomm.control.transport.topology import RankAddress, Text
 from asynccomm.core.hosts import host_name
-from asynccomm.errors import RendezvousError, StoreError, StoreTimeoutError
+from asynccomm.errors import AsyncCommError, RendezvousError, StoreError, StoreTimeoutError
 from asynccomm.rendezvous.channel_meeting import ChannelMeeting
 from asynccomm.store.base import Store
 from asynccomm.store.routes import is_reachable, network_id
@@ -65,6 +66,7 @@ ANSWER_BYTES: Final = 64 << 10  # for the whole answer, plus ANSWER_BYTES_EACH f
 ANSWER_BYTES_EACH: Final = 4 << 10
 MEMBERS_INLINE: Final = 32  # ranks up to which each answer has the list of members
 REASON: Final = 40 << 10  # characters of the reason for a rejection, which may quote a hello
+STALE_SECONDS: Final = 0.5  # for a meeting over a channel to begin once all ranks have said hello, unless one withdrew
 PATIENCE: Final = 0.05  # seconds before the next read of hellos, if one exists beyond the counter
 FIRST_READ: Final = 0.002  # seconds until the next read of hellos, if one is missing below the counter; doubles
 
@@ -220,8 +222,22 @@ async def _welcome(
     nonces: set[str] = set()  # of all hellos, matching or not
     reader = _HelloReader(room, name, mine.version)
     problem = ""
-    while len(nonces) < size - 1 and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if len(nonces) == size - 1:
+            if problem or beside is None or any(hello.beside != beside.key for hello in hellos.values()):
+                break
+            if await beside.failed(max(0.0, min(STALE_SECONDS, deadline - time.monotonic()))):
+                break
+            stale = beside.absent() & hellos.keys() - {0}
+            for rank in stale:  # it has withdrawn, and may say hello again
+                nonces.discard(hellos.pop(rank).nonce)
+            if not stale and time.monotonic() >= deadline:
+                problem = f"the ranks did not meet over their control channel within {timeout:g} s"
+            continue
         for theirs in await reader.arrivals(deadline):
+            earlier = hellos.get(theirs.rank)
+            if earlier is not None and await room.check([f"withdrawn/{earlier.nonce}"]):
+                nonces.discard(hellos.pop(theirs.rank).nonce)  # it was cancelled, and tries again
             if theirs.nonce in nonces or len(nonces) == size - 1:
                 reader.complain("it repeats another hello" if theirs.nonce in nonces else "all ranks have come")
                 continue
@@ -233,9 +249,6 @@ async def _welcome(
     if not problem and len(hellos) < size:
         missing = [rank for rank in range(size) if rank not in hellos]
         problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
-    if not problem and beside is not None and all(hello.beside == beside.key for hello in hellos.values()):
-        failed = await beside.failed(max(0.0, deadline - time.monotonic()))
-        problem = "" if failed else f"the ranks did not meet over their control channel within {timeout:g} s"
     if problem:
         raise await _reject(room, nonces, f"comm {name!r}: {problem}")
     members, tokens = _as_listed([hellos[rank].member for rank in range(size)]), Tokens.random()
@@ -416,13 +429,25 @@ async def _reject(room: Store, nonces: Collection[str], reason: str) -> Rendezvo
 
 
 async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: float) -> HandshakeResult:
+    greeted: list[str] = []  # the epochs under which there is a hello of this rank
+    try:
+        return await _ask_rank_0(place, name, mine, deadline, timeout, greeted)
+    except (asyncio.CancelledError, RendezvousError):
+        for epoch in greeted:
+            with contextlib.suppress(AsyncCommError):
+                await place.set(f"{epoch}/withdrawn/{mine.nonce}", b"")  # for a next attempt of this rank
+        raise
+
+
+async def _ask_rank_0(
+    place: Store, name: str, mine: _Hello, deadline: float, timeout: float, greeted: list[str]
+) -> HandshakeResult:
     def left() -> float:
         return max(0.0, deadline - time.monotonic())
 
     def late(event: str, reason: str = "") -> RendezvousError:
         return RendezvousError(f"comm {name!r}: {event} within {timeout:g} s{reason} (this is rank {mine.rank})")
 
-    greeted = ""
     look = FIRST_LOOK
     while True:
         try:
@@ -438,9 +463,10 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
             look = min(2 * look, LAST_LOOK)
             continue
         room = place.prefix(epoch)
-        if epoch != greeted:
+        if epoch not in greeted:
+            greeted.append(epoch)
             await room.set(f"hello/{await room.add('arrivals', 1)}", dumps(mine))
-            greeted, look = epoch, FIRST_LOOK
+            look = FIRST_LOOK
         try:
             text = await room.get(f"answer/{mine.nonce}", min(look, left()))
         except StoreTimeoutError:

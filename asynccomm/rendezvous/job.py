@@ -1,6 +1,7 @@
 """A job's comms in one process: the store, the control channel and the names that they share.
 
-A job begins with a comm of ``new_comm`` and includes all comms split off its members. The comms of a job fail and close
+A job begins with a comm of ``new_comm`` and includes all comms split off its members. Jobs of the same processes may
+lease one control channel (``shared_channels``). The comms of a job fail and close
 independently, in any order. The store stays connected until the last comm has closed; only then does this rank announce
 that it no longer needs the store. The rank that hosts the store waits for the announcements of the other ranks. If its
 last comm of the job ends because a comm of another job replaces it, the wait goes on beside that job, and ends with it;
@@ -139,7 +140,7 @@ class Job:
         self._seats += 1
 
     def abandon(self) -> None:
-        """Count one comm less after its loop has ended; the last one ends the control channel without the loop."""
+        """Count one comm less after its loop has ended; the last one ends the lease of the channel without the loop."""
         self._seats -= 1
         if self._seats == 0 and self._lease is not None:
             self._lease.end()
@@ -164,7 +165,7 @@ class Job:
                 ending.add_done_callback(lambda ended: successor._predecessors.pop(ended, None))
 
     async def _end(self, limit: float) -> None:
-        """Leave the store and close the channel; see ``_announce_departure``."""
+        """Leave the store and end the lease of the channel; see ``_announce_departure``."""
         try:
             await self._announce_departure(limit)
         finally:

@@ -27,7 +27,7 @@ class ChannelPlace(NamedTuple):
     network: str
 
 
-_open: list[_SharedChannel] = []  # the channels of this process, the oldest first
+_open: list[_SharedChannel] = []  # the channels of this process that jobs share
 _lock = threading.RLock()  # reentrant: a comm collected while the lock is held also ends its lease
 
 
@@ -35,10 +35,12 @@ _lock = threading.RLock()  # reentrant: a comm collected while the lock is held 
 class _SharedChannel:
     """A channel, the place and the ranks that it was opened for, and the number of its leases."""
 
-    __slots__ = ("channel", "leases", "members", "where")
+    __slots__ = ("channel", "key", "leases", "members", "where")
 
     def __init__(self, channel: ControlChannel, where: ChannelPlace | None, members: Sequence[RankInfo]) -> None:
         self.channel = channel
+        #: the same on all ranks; the tokens do not follow from it
+        self.key: str = hashlib.sha256(b"shared channel" + channel.tokens.secret).hexdigest()[:16]
         self.where = where
         self.members = members
         self.leases = 0
@@ -70,11 +72,15 @@ class ChannelLease:
 
     @classmethod
     def of_open(cls, where: ChannelPlace, rank: int, size: int) -> ChannelLease | None:
-        """A lease of an open channel with these numbers for its ranks, none of which is gone; None: there is none."""
+        """A lease of an open channel with these numbers for its ranks, none of which is gone; None: there is none.
+
+        Of several channels, all ranks take the same one if they have the same ones, opened in any order. A process that
+        has the same number in several groups of one size has channels with different peers, and may take another one
+        than its peers do.
+        """
         with _lock:
-            found = (each for each in _open if each.where == where and each.channel.connects_all(rank, size))
-            shared = next(found, None)
-            return None if shared is None else cls(shared)
+            found = [each for each in _open if each.where == where and each.channel.connects_all(rank, size)]
+            return cls(min(found, key=lambda each: each.key)) if found else None
 
     @property
     def channel(self) -> ControlChannel:
@@ -87,8 +93,8 @@ class ChannelLease:
 
     @property
     def key(self) -> str:
-        """Identifies the channel; the same on all ranks. The tokens do not follow from it."""
-        return hashlib.sha256(b"shared channel" + self.channel.tokens.secret).hexdigest()[:16]
+        """Identifies the channel; the same on all ranks."""
+        return self._shared.key
 
     def end(self) -> None:
         """End the lease without waiting. Idempotent."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
 from asynccomm.control.transport.schema import JsonObject
-from asynccomm.rendezvous import channel_meeting as module
 from asynccomm.rendezvous.channel_meeting import ChannelMeeting
 from asynccomm.rendezvous.shared_channels import ChannelLease, ChannelPlace
 from tests.control.channel_pairs import job
@@ -31,7 +33,10 @@ class Two:
     def come(self, rank: int, name: str = "m", **terms: Any) -> ChannelMeeting:
         lease = ChannelLease.of_open(HERE, rank, 2)
         assert lease is not None
-        return ChannelMeeting(lease, name, terms, lambda epoch, error: self.told.append((rank, epoch, error)))
+        return ChannelMeeting(lease, name, terms, partial(self._tell, rank), {"why": "dropped"})
+
+    def _tell(self, rank: int, epoch: str, error: JsonObject) -> None:
+        self.told.append((rank, epoch, error))
 
     @property
     def users(self) -> list[int]:
@@ -46,6 +51,17 @@ async def two() -> AsyncIterator[Two]:
         yield Two(leases)
         for lease in leases:
             await lease.aclose()
+
+
+async def given_up(meeting: ChannelMeeting, error: JsonObject) -> None:
+    meeting.give_up(error)
+    await meeting.answer()
+
+
+def over(meeting: ChannelMeeting) -> None:
+    """The comm has come about, and is closed."""
+    meeting.keep_lease()
+    meeting.lease.end()
 
 
 async def never() -> str:
@@ -73,8 +89,8 @@ async def test_both_ranks_meet() -> None:
         )
         assert found.users == [2, 3]
         for meeting in ours:
-            meeting.lease.end()
-        await other.give_up({})
+            over(meeting)
+        await given_up(other, {})
         assert found.users == [1, 1]
         assert found.told == []
 
@@ -85,11 +101,11 @@ async def test_the_other_way_is_tried_after_a_while() -> None:
         begun = asyncio.get_running_loop().time()
         assert await waiting.or_else(at_once, 0.05) == "otherwise"
         assert asyncio.get_running_loop().time() - begun > 0.04
-        await waiting.give_up({"why": "met"})
+        await given_up(waiting, {"why": "met"})
         late = found.come(1)
         with pytest.raises(RuntimeError, match="no way"):
             await late.or_else(_fail, 0.0)
-        await late.give_up({})
+        await given_up(late, {})
         assert found.told == []
         assert found.users == [1, 1]
 
@@ -118,7 +134,7 @@ async def test_the_other_way_is_cancelled_once_the_meeting_begins() -> None:
         assert await late.or_else(never) is None
         assert early.begin == late.begin
         for meeting in (early, late):
-            meeting.lease.end()
+            over(meeting)
 
 
 async def test_a_loss_leaves_the_other_way() -> None:
@@ -142,7 +158,7 @@ async def test_failing_is_certain_or_late() -> None:
         await until(lambda: zero.begin and one.begin, "the meeting")
         assert not await zero.failed(0.01), "the meeting has begun"
         for meeting in (zero, one):
-            meeting.lease.end()
+            over(meeting)
 
 
 async def test_a_rank_that_gives_up_after_the_begin_tells_the_others() -> None:
@@ -152,11 +168,11 @@ async def test_a_rank_that_gives_up_after_the_begin_tells_the_others() -> None:
             await meeting.or_else(never)
         begin = ours[0].begin
         assert begin is not None
-        await ours[1].give_up({"why": "cancelled"})
+        await given_up(ours[1], {"why": "cancelled"})
         await until(lambda: found.told, "the error")
         assert found.told == [(1, begin.epoch, {"why": "cancelled"})]
         await until(lambda: found.users == [2, 1], "the end of the lease")
-        ours[0].lease.end()
+        over(ours[0])
 
 
 async def test_a_rank_that_gives_up_before_it_hears_of_the_begin_tells_the_others() -> None:
@@ -169,7 +185,7 @@ async def test_a_rank_that_gives_up_before_it_hears_of_the_begin_tells_the_other
         zero = found.come(0)
         assert await zero.or_else(never) is None
         await until(lambda: held, "the begin")
-        giving_up = asyncio.create_task(one.give_up({"why": "late"}))
+        giving_up = asyncio.create_task(given_up(one, {"why": "late"}))
         await asyncio.sleep(0.01)
         assert not giving_up.done()
         channel.call(lambda: heard(held[0]))
@@ -177,14 +193,14 @@ async def test_a_rank_that_gives_up_before_it_hears_of_the_begin_tells_the_other
         assert zero.begin is not None
         assert found.told == [(1, zero.begin.epoch, {"why": "late"})]
         assert found.users == [2, 1]
-        zero.lease.end()
+        over(zero)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_has_given_up_is_not_met(rank: int) -> None:
     async with two() as found:
         first = found.come(rank)
-        await first.give_up({"why": "first"})
+        await given_up(first, {"why": "first"})
         other = found.come(1 - rank)
         assert await other.or_else(at_once, 0.02) == "otherwise"
         second = found.come(rank)
@@ -192,23 +208,51 @@ async def test_a_rank_that_has_given_up_is_not_met(rank: int) -> None:
         await until(lambda: other.begin, "the meeting")
         assert found.told == []
         for meeting in (second, other):
-            meeting.lease.end()
+            over(meeting)
 
 
-async def test_a_root_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ACK_SECONDS", 0.05)
+async def test_the_lease_is_held_until_the_root_answers() -> None:
     async with two() as found:
         meeting = found.come(1)
         meetings = found.leases[0].channel.meetings
+        assert meetings.absent("m") >= {0}
         withdrawals: list[Any] = []
         answer = meetings.on_withdrawal
         meetings.on_withdrawal = lambda *args: withdrawals.append(args)  # type: ignore[method-assign]
-        async with asyncio.timeout(20):
-            await meeting.give_up({})
-        assert found.users == [1, 2], "the lease is held until the answer"
+        meeting.give_up({})
         await until(lambda: withdrawals, "the withdrawal")
+        assert meetings.absent("m") == {0}
+        assert found.users == [1, 2]
         found.leases[0].channel.call(lambda: answer(*withdrawals[0]))
-        await until(lambda: found.users == [1, 1], "the end of the lease")
+        assert await meeting.answer() is None
+        assert meetings.absent("m") == {0, 1}
+        assert found.users == [1, 1]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+async def test_an_attempt_that_is_dropped_with_its_loop_is_given_up(begins: bool) -> None:
+    async with two() as found:
+        zero = found.come(0) if begins else None
+        loop = asyncio.new_event_loop()
+
+        async def come() -> None:
+            meeting = found.come(1)
+            await never()
+            over(meeting)
+
+        task = loop.create_task(come())
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(loop.run_until_complete, asyncio.wait([task], timeout=0 if begins else 0.05)).result()
+        loop.close()
+        if zero is not None:
+            await until(lambda: zero.begin, "the meeting")
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        del task
+        gc.collect()
+        await until(lambda: found.users[1] == 1, "the end of the lease")
+        assert [error for _, _, error in found.told] == [{"why": "dropped"}] * begins
+        if zero is not None:
+            over(zero)
 
 
 async def test_a_channel_that_has_ended_is_no_meeting() -> None:
@@ -216,7 +260,7 @@ async def test_a_channel_that_has_ended_is_no_meeting() -> None:
         lease = ChannelLease.of_open(HERE, 1, 2)
         assert lease is not None
         await found.leases[1].channel.aclose()
-        meeting = ChannelMeeting(lease, "m", {}, lambda epoch, error: None)
+        meeting = ChannelMeeting(lease, "m", {}, lambda epoch, error: None, {})
         assert await meeting.or_else(at_once, 60.0) == "otherwise"
-        await meeting.give_up({})
+        await given_up(meeting, {})
         assert found.users == [1, 1]

@@ -262,6 +262,17 @@ async def test_a_rank_beyond_the_world_is_told(stores: list[Store]) -> None:
         assert "size differs: rank 0 has 2, rank 5 has 6" in str(result)
 
 
+async def test_a_rank_that_was_cancelled_may_try_again(stores: list[Store]) -> None:
+    zero = start(stores[0], 0, 3)
+    epoch = (await stores[1].get("world/epoch", 10.0)).decode()
+    first = start(stores[1], 1, 3)
+    await stores[2].wait([f"world/{epoch}/hello/1"], 10.0)
+    first.cancel()
+    await asyncio.wait([first])
+    results = await outcomes(zero, start(stores[1], 1, 3), start(stores[2], 2, 3))
+    assert [len(result.members) for result in results] == [3, 3, 3]
+
+
 async def test_a_rank_taken_twice_is_said_on_all_ranks(stores: list[Store]) -> None:
     results = await outcomes(start(stores[0], 0, 3), start(stores[1], 1, 3), start(stores[2], 1, 3))
     for result in results:

@@ -135,7 +135,7 @@ class MembershipService:
         self._notify()
 
     def on_followed(self, key: str, members: Collection[int]) -> None:
-        """Message that ``members`` have continued the comm ``key`` as another comm, and leave the channel."""
+        """Message that ``members`` have continued the comm ``key`` as another comm."""
         if self._router.rank not in members and key not in self._out:
             self._exclude(key, f"ranks {describe_many(sorted(members))} have gone on")
 

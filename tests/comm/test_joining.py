@@ -1,0 +1,337 @@
+"""Meeting at stores on their way out, and meetings of ranks that have a control channel already."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from asynccomm import AbortedError, MemoryStore, RendezvousError, StoreClient, StoreError
+from asynccomm.backends.registry import load_backend
+from asynccomm.comm import joining as joining_module
+from asynccomm.comm.bootstrap import bootstrap
+from asynccomm.comm.joining import Joining
+from asynccomm.comm.pairs import meet
+from asynccomm.comm.session import Session
+from asynccomm.ops.validation import CommInfo
+from asynccomm.options import CommOptions
+from asynccomm.rendezvous import shared_channels
+from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, resolve_spec
+from asynccomm.store.base import Store
+from asynccomm.store.server import listen, serve
+from asynccomm.store.shared import SharedClient
+from tests.waiting import until
+
+OPTIONS = CommOptions(timeout=10)
+SILENT = CommOptions(timeout=10, hints={"control": "off"})
+CPU = torch.device("cpu")
+
+
+def attempt(place: RendezvousSpec, *, limit: float = 10.0) -> Joining:
+    group = CommInfo("c", place.rank, place.size, CPU)
+    return Joining(place, group, "auto", SILENT, number=place.rank, shares=False, limit=limit)
+
+
+async def close(*sessions: Session) -> None:
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(session.aclose() for session in sessions))
+
+
+async def nothing_is_left() -> None:
+    await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
+    await until(lambda: f"/{os.getpid()}/" not in Path("/proc/net/unix").read_text())
+    assert shared_channels._open == []
+
+
+async def test_the_end_of_a_given_store_is_an_error_at_once() -> None:
+    """No other server comes in its place, unlike at an address that a rank hosts."""
+    server = serve("127.0.0.1", listen("127.0.0.1", 0))
+    place = resolve_spec(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1, 2, {})
+    shared = await SharedClient.connect("127.0.0.1", server.port, 60)
+    joining = asyncio.create_task(attempt(place, limit=60).meet())
+    await until(lambda: shared._users == 2)
+    server.release()
+    async with asyncio.timeout(20):
+        with pytest.raises(StoreError, match="was lost"):
+            await joining
+    await shared.release()
+
+
+async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meeting:
+        def __init__(self) -> None:
+            self.store, self.hosted, self.closed = MemoryStore(), None, 0
+
+        async def aclose(self) -> None:
+            self.closed += 1
+
+    meetings: list[Meeting] = []
+
+    async def meet(place: RendezvousSpec, timeout: float) -> Meeting:
+        meetings.append(Meeting())
+        return meetings[-1]
+
+    async def join(scope: Store, *arguments: Any, **more: Any) -> Any:
+        if len(meetings) < 3:
+            raise StoreError("the connection was lost")
+        return "joined"
+
+    monkeypatch.setattr(joining_module, "connect_store", meet)
+    monkeypatch.setattr(joining_module, "handshake", join)
+    joining = attempt(RendezvousSpec(1, 2, "asynccomm/run/0", host="h", port=1))
+    assert await joining.meet() == "joined"
+    assert joining.meeting is meetings[2]
+    assert [meeting.closed for meeting in meetings] == [1, 1, 0]
+    meetings.clear()
+    hosting = RendezvousSpec(0, 2, "asynccomm/run/0", host="h", port=1, hosting=True)
+    joining = attempt(hosting)
+    with pytest.raises(StoreError) as caught:  # the rank that hosts it knows better
+        await joining.meet()
+    await joining.abandon(caught.value)
+    assert [meeting.closed for meeting in meetings] == [1]
+
+
+async def test_a_store_that_ends_for_good_is_named_with_the_comm(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[StoreSession] = []
+
+    async def meet(place: RendezvousSpec, timeout: float) -> StoreSession:
+        if met:
+            raise RendezvousError(f"no store at h:1 within {timeout:g} s: Connection refused")
+        met.append(StoreSession(MemoryStore()))
+        return met[0]
+
+    async def join(scope: Store, *arguments: Any, **more: Any) -> Any:
+        raise StoreError("the connection was lost")
+
+    monkeypatch.setattr(joining_module, "connect_store", meet)
+    monkeypatch.setattr(joining_module, "handshake", join)
+    where = RendezvousSpec(1, 2, "asynccomm/run/0", host="h", port=1)
+    text = r"comm 'c': the ranks did not meet within 10 s; the store was lost meanwhile: .* \(this is rank 1\)"
+    with pytest.raises(RendezvousError, match="no store at h:1"):
+        met.append(StoreSession(MemoryStore()))
+        await attempt(where).meet()
+    met.clear()
+    with pytest.raises(RendezvousError, match=text):
+        await attempt(where).meet()
+
+
+# -- comms of the same processes --------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Ranks at a store that rank 0 hosts, and their first comm."""
+
+    def __init__(self, port: int, size: int) -> None:
+        self.port = port
+        self.size = size
+        self.first: list[Session] = []
+
+    async def rank(self, rank: int, name: str, options: CommOptions = OPTIONS, requested: str = "gloo") -> Session:
+        size = self.size
+        where = RendezvousSpec(rank, size, "asynccomm/run/0", host="127.0.0.1", port=self.port, hosting=rank == 0)
+        group = CommInfo(name, rank, size, CPU)
+        return await bootstrap(where, group, requested, {"gloo": load_backend("gloo", CPU)}, options)
+
+    async def all(self, name: str, *options: CommOptions) -> list[Session]:
+        async with asyncio.timeout(20):
+            return await asyncio.gather(
+                *(self.rank(rank, name, *options[rank : rank + 1]) for rank in range(self.size))
+            )
+
+    async def wait(self, key: str) -> None:
+        client = await StoreClient.connect("127.0.0.1", self.port)
+        await client.wait([key], 10.0)
+        await client.aclose()
+
+    async def value(self, key: str) -> str:
+        client = await StoreClient.connect("127.0.0.1", self.port)
+        found = await client.get(f"asynccomm/run/0/{key}")
+        await client.aclose()
+        return found.decode()
+
+    async def epoch_of(self, name: str) -> bool:
+        """Whether the ranks have used the store to meet for comm ``name``."""
+        client = await StoreClient.connect("127.0.0.1", self.port)
+        found = await client.check([f"asynccomm/run/0/{name}/epoch"])
+        await client.aclose()
+        return found
+
+
+@asynccontextmanager
+async def some_ranks(size: int = 2) -> AsyncIterator[Ranks]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        ranks = Ranks(sock.getsockname()[1], size)
+    ranks.first = await ranks.all("first")
+    yield ranks
+    await close(*ranks.first)
+    await nothing_is_left()
+
+
+def channels(sessions: Sequence[Session]) -> list[Any]:
+    return [session.identity.job.channel for session in sessions]
+
+
+async def test_later_comms_use_the_channel_of_the_first_and_meet_over_it() -> None:
+    async with some_ranks() as ranks:
+        assert await ranks.epoch_of("first")
+        second, third = await asyncio.gather(ranks.all("second"), ranks.all("third"))
+        assert channels(ranks.first) == channels(second) == channels(third)
+        assert not await ranks.epoch_of("second")
+        every = [ranks.first, second, third]
+        assert len({session.identity.job.secret for each in every for session in each}) == 3
+        assert len({session.identity.key for each in every for session in each}) == 3
+        assert [each.identity.members for each in second] == [each.identity.members for each in ranks.first]
+        await close(*ranks.first)
+        fourth = await ranks.all("first")  # the name again
+        assert channels(fourth) == channels(second)
+        second[1].abort("for the test")
+        await until(lambda: isinstance(second[0].error, AbortedError))
+        assert fourth[0].error is third[0].error is None
+        await close(*second, *third, *fourth)
+
+
+async def test_a_rank_without_a_channel_is_met_at_the_store() -> None:
+    async with some_ranks() as ranks:
+        second = await ranks.all("second", OPTIONS, SILENT)
+        assert await ranks.epoch_of("second")
+        assert second[1].identity.job.channel is None
+        assert list(second[0].identity.job.channel.topology.contacts) == [0]  # type: ignore[union-attr]
+        third = await ranks.all("third")
+        assert channels(third) == channels(ranks.first)
+        await close(*second, *third)
+
+
+async def test_a_late_rank_is_met_over_the_channel() -> None:
+    async with some_ranks() as ranks:
+        for early in range(2):
+            name = f"after rank {early}"
+            waiting = asyncio.ensure_future(ranks.rank(early, name))
+            if early == 0:
+                while not await ranks.epoch_of(name):  # it does not wait for the channel alone
+                    await asyncio.sleep(0.01)
+            else:
+                await asyncio.sleep(0.1)
+            late = await ranks.rank(1 - early, name)
+            assert channels(sorted([await waiting, late], key=lambda session: session.group.rank)) == channels(
+                ranks.first
+            )
+            await close(await waiting, late)
+
+
+async def test_a_mismatch_is_found_over_the_channel() -> None:
+    async with some_ranks() as ranks:
+        found = await asyncio.gather(
+            ranks.rank(0, "second"), ranks.rank(1, "second", requested="shm"), return_exceptions=True
+        )
+        for error in found:
+            assert isinstance(error, RendezvousError)
+            assert str(error) == "comm 'second': backend differs: rank 0 has 'gloo', rank 1 has 'shm'"
+        await close(*await ranks.all("second"))
+
+
+async def test_a_rank_that_closes_its_comms_meanwhile_is_met_at_the_store() -> None:
+    async with some_ranks() as ranks:
+        waiting = asyncio.ensure_future(ranks.rank(0, "second"))
+        await close(ranks.first[1])
+        last = await ranks.rank(1, "second")
+        second = [await waiting, last]
+        assert await ranks.epoch_of("second")
+        assert channels(second)[0] is not ranks.first[0].identity.job.channel
+        await close(*second)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_cancelling_beside_another_comm_at_any_moment(rank: int) -> None:
+    short = CommOptions(timeout=0.1)
+    connected = aborted = 0
+    async with some_ranks() as ranks:
+        for turns in range(0, 60, 3):
+            tasks = [asyncio.ensure_future(ranks.rank(each, "second", short)) for each in range(2)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            tasks[rank].cancel()
+            async with asyncio.timeout(20):
+                mine, theirs = await asyncio.gather(tasks[rank], tasks[1 - rank], return_exceptions=True)
+            connected += isinstance(mine, Session)
+            if isinstance(mine, asyncio.CancelledError) and isinstance(theirs, AbortedError):
+                assert "could not connect" in str(theirs)
+                aborted += 1
+            await close(*(one for one in (mine, theirs) if isinstance(one, Session)))
+            await close(*await ranks.all("second"))
+        assert connected or aborted  # it came as far as the backend
+        assert all(each.error is None for each in ranks.first)
+
+
+@pytest.mark.parametrize("again", [OPTIONS, SILENT], ids=["channel", "no channel"])
+async def test_a_hello_of_a_rank_that_has_withdrawn_is_not_counted(again: CommOptions) -> None:
+    async with some_ranks(3) as ranks:
+        others = [asyncio.ensure_future(ranks.rank(0, "second"))]
+        while not await ranks.epoch_of("second"):
+            await asyncio.sleep(0.01)
+        hello = f"asynccomm/run/0/second/{await ranks.value('second/epoch')}/hello/1"
+        first = asyncio.ensure_future(ranks.rank(1, "second"))
+        await ranks.wait(hello)
+        first.cancel()
+        await asyncio.wait([first])
+        others.append(asyncio.ensure_future(ranks.rank(2, "second")))
+        await ranks.wait(hello.replace("hello/1", "hello/2"))
+        async with asyncio.timeout(5):  # not the time limit
+            second = [await ranks.rank(1, "second", again), *[await other for other in others]]
+        assert {session.group.size for session in second} == {3}
+        await close(*second)
+
+
+async def test_a_rank_that_has_withdrawn_is_missing() -> None:
+    short = CommOptions(timeout=1.0)
+    async with some_ranks(3) as ranks:
+        waiting = asyncio.ensure_future(ranks.rank(0, "second", short))
+        while not await ranks.epoch_of("second"):
+            await asyncio.sleep(0.01)
+        hello = f"asynccomm/run/0/second/{await ranks.value('second/epoch')}/hello/1"
+        first = asyncio.ensure_future(ranks.rank(1, "second", short))
+        await ranks.wait(hello)
+        first.cancel()
+        await asyncio.wait([first])
+        with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not come within 1 s"):
+            await ranks.rank(2, "second", short)
+        with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not come within 1 s"):
+            await waiting
+
+
+async def test_a_cancellation_that_is_cancelled_holds_no_rank_up() -> None:
+    async with some_ranks() as ranks:
+        for turns in range(0, 24, 2):
+            tasks = [asyncio.ensure_future(ranks.rank(rank, "second", CommOptions(timeout=0.2))) for rank in range(2)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            tasks[1].cancel()
+            await asyncio.sleep(0)
+            tasks[1].cancel()
+            async with asyncio.timeout(5):  # the rank that hosts the store would wait 10 s for a departure
+                found = await asyncio.gather(*tasks, return_exceptions=True)
+                await close(*(each for each in found if isinstance(each, Session)))
+        await close(*await ranks.all("second"))
+
+
+async def test_channels_of_pairs_are_not_shared() -> None:
+    async with some_ranks() as ranks:
+        where = [RendezvousSpec(rank, 2, "asynccomm/run", host="127.0.0.1", port=ranks.port) for rank in range(2)]
+        channels_before = list(shared_channels._open)
+        pair = await asyncio.gather(
+            *(meet(where[rank], "pair/a/b", rank, 2, "gloo", "cpu", OPTIONS) for rank in range(2))
+        )
+        assert shared_channels._open == channels_before
+        second = await ranks.all("second")
+        assert channels(second) == channels(ranks.first)
+        await close(*second)
+        await asyncio.gather(*(comm.aclose() for comm in pair))
