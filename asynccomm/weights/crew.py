@@ -90,6 +90,7 @@ class Crew:
         self.version = 0  #: the newest version that was pushed; 0: none
         self._copy: dict[str, Tensor] = {}
         self._copied = 0  # the version in the copy; 0: none
+        self._info: object = None  # of the newest version
         self._layout = read().layout
         self._job = 0
         self._calls: asyncio.Queue[PushRequest] = asyncio.Queue()  # of this trainer
@@ -185,7 +186,7 @@ class Crew:
         members, lost = await self._reception.members(order.servers)
         labels = self._reception.labels(order.servers)
         if self.first:
-            info = None if request is None else request.info
+            info = self._info if request is None else request.info
             for member in members:
                 member.talk.say(Begin(order.job, order.version, info))
         task = Shipment(order.job, self._copy, self._layout, lost=lost)
@@ -215,7 +216,7 @@ class Crew:
         if outcome.reason:
             request.settle(error or PushAbandonedError(order.version, outcome.reason))
             return
-        self.version = order.version
+        self.version, self._info = order.version, request.info
         self._copied = order.version if self._retain else 0
         served = tuple(label for number, label in labels.items() if number not in outcome.lost)
         lost = {labels[number]: reason for number, reason in outcome.lost.items()}

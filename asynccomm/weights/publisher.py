@@ -208,7 +208,7 @@ class Publisher(Handle):
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise TypeError(f"version must be an integer, got {version!r}")
         try:
-            dumps(info)
+            sent = loads(Any, dumps(info))  # ``info`` itself may change before a late server gets it
             plain = _is_json(info)
         except (TypeError, ValueError, RecursionError) as exc:
             raise TypeError(f"info must be a JSON value, got {info!r}: {exc}") from None
@@ -216,7 +216,7 @@ class Publisher(Handle):
             raise TypeError(f"info must be a JSON value, with strings for keys, got {info!r}")
         if self._crew is None:
             raise ClosedError("the publisher is not open: use `async with`")
-        request = self._crew.push(version, info)
+        request = self._crew.push(version, sent)
         try:
             return await asyncio.shield(request.result)
         except asyncio.CancelledError:

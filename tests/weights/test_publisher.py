@@ -155,11 +155,13 @@ async def test_a_late_server_gets_the_newest_version() -> None:
         states = [state(1), state(1)]
         first = Served(comms[0], state())
         async with publishers(comms, states, servers=1) as made:
-            await together(made)
+            await together(made, info=(info := {"step": 1}))
             fill(states[0], 5)  # the trainers go on
+            info["step"] = 2
             late = Served(comms[0], state())
             await late.reached(1)
             assert content(late.tensors) == 1
+            assert late.infos == [{"step": 1}]
             assert first.versions == [1]
             await together(made, version=2)
             assert len(made[0].servers) == 2
