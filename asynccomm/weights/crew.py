@@ -191,7 +191,7 @@ class Crew:
                 member.talk.say(Begin(order.job, order.version, info))
         task = Shipment(order.job, self._copy, self._layout, lost=lost)
         stopped, error = await self._send(order, request, task, members)
-        report = dumps(Report(task.nbytes, stopped, task.lost))
+        report = dumps(Report(task.nbytes, stopped, task.lost, self._copied))
         texts: Any = await self._group.all_gather_object(report, timeout=math.inf)
         outcome = verdict([loads(Report, text) for text in texts])
         for member in members:
@@ -214,6 +214,7 @@ class Crew:
         """Settle a push."""
         self._requests.discard(request)
         if outcome.reason:
+            self._copied = outcome.copied
             request.settle(error or PushAbandonedError(order.version, outcome.reason))
             return
         self.version, self._info = order.version, request.info

@@ -56,6 +56,7 @@ class Report(TaggedMessage, frozen=True):
     nbytes: int  #: sent by this trainer
     stopped: str = ""  #: the reason why this trainer did not send everything; empty: it did, as far as servers live
     lost: dict[int, str] = {}  # noqa: RUF012  # msgspec copies it  #: the reason for each server that was lost
+    copied: int = 0  #: the version before, if this trainer still has its copy; else 0
 
 
 @final
@@ -65,10 +66,12 @@ class Verdict(NamedTuple):
     reason: str  #: why the version is abandoned; empty: it is complete
     lost: dict[int, str]
     nbytes: int  #: sent by all trainers
+    copied: int  #: the version before, if all trainers still have their copies; else 0
 
 
 def verdict(reports: Sequence[Report]) -> Verdict:
     """The outcome, from the reports of all trainers in rank order."""
     reasons = [f"trainer {rank} {report.stopped}" for rank, report in enumerate(reports) if report.stopped]
     lost = {number: reason for report in reversed(reports) for number, reason in report.lost.items()}
-    return Verdict("; ".join(reasons), lost, sum(report.nbytes for report in reports))
+    copied = min(report.copied for report in reports)
+    return Verdict("; ".join(reasons), lost, sum(report.nbytes for report in reports), copied)

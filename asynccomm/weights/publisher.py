@@ -203,7 +203,8 @@ class Publisher(Handle):
             ClosedError, BrokenError: the publisher is not open; a trainer was lost.
 
         Cancelling is safe: the servers stay at the version before, and the tensors may change once the cancellation is
-        over. A cancellation after this trainer has sent everything is too late for that; ``version`` tells.
+        over. A cancellation after this trainer has sent everything is too late for that; ``version`` tells. Once a
+        trainer has begun to send, its copy for late servers is overwritten: they then wait for the next push.
         """
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise TypeError(f"version must be an integer, got {version!r}")

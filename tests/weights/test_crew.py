@@ -10,6 +10,7 @@ import torch
 from asynccomm.errors import ClosedError
 from asynccomm.testing import loopback_world
 from asynccomm.weights.crew import PushRequest, PushResult
+from tests.waiting import until
 
 from .scenes import Served, content, fill, publishers, state
 
@@ -49,20 +50,35 @@ async def test_deliveries_and_pushes_take_turns() -> None:
                 assert each.versions == sorted({*each.versions})
 
 
-async def test_an_abandoned_push_leaves_no_copy_for_late_servers() -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_push_that_some_trainer_began_to_send_leaves_no_copy_for_late_servers(failing: int) -> None:
     async with loopback_world(2) as comms:
         states = [state(1), state(1)]
         async with publishers(comms, states) as made:
             await asyncio.gather(*(publisher.push() for publisher in made))
-            states[1]["t0"] = torch.ones(1)
+            for each in states:
+                fill(each, 2)
+            kept, states[failing]["t0"] = states[failing]["t0"], torch.ones(1)
             await asyncio.gather(*(publisher.push() for publisher in made), return_exceptions=True)
             late = Served(comms[0], state())
-            while not made[0].servers:
-                await asyncio.sleep(0)
-            states[1]["t0"] = torch.ones(2, 3)
+            await until(lambda: made[0].servers)
+            states[failing]["t0"] = kept
             await asyncio.gather(*(publisher.push() for publisher in made))
             await late.reached(2)
             assert late.versions == [2]
+
+
+async def test_a_push_that_no_trainer_began_to_send_leaves_the_copy_for_late_servers() -> None:
+    async with loopback_world(2) as comms:
+        states = [state(1), state(1)]
+        async with publishers(comms, states) as made:
+            await asyncio.gather(*(publisher.push() for publisher in made))
+            for each in states:
+                each["t0"] = torch.ones(1)
+            await asyncio.gather(*(publisher.push() for publisher in made), return_exceptions=True)
+            late = Served(comms[0], state())
+            await late.reached(1)
+            assert content(late.tensors) == 1
 
 
 async def test_info_is_a_json_value() -> None:
