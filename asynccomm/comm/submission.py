@@ -339,16 +339,20 @@ class Submitter:
 
     def add_aside(self, op: Op, timeout: float | timedelta | None) -> Work[Any]:
         """The Work of an operation outside the backend and all sequences; the caller settles it. From any thread."""
+        site = call_site(DEPTH) if self.records_sites else None
         limit = self._checked(timeout, None)
+        self.watchers.before(op)
         with self.lock:
             self.check_open()
             on_settled = self.in_flight.settled
             work: Work[Any] = Work(
                 op, self._aside, self.mailbox, value=None, timeout=limit, on_settled=on_settled, on_overdue=_settle_late
             )
+            work.site = site
             self._aside += 1
             self.counts.submitted += 1
             self.in_flight.works[work] = 0
+            self.watchers.called(Call(op, (), (), None), work)
         self.check_late(work)
         return work
 

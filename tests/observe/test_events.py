@@ -62,6 +62,37 @@ async def test_a_deferred_call_is_sent_at_the_end_of_its_scope() -> None:
         assert [event.time for event in events[4:]] == sorted(event.time for event in events[4:])
 
 
+async def test_operations_beside_the_sequence_give_events_and_metrics() -> None:
+    async with loopback_world(2, hints={"metrics": "on"}) as (a, b):
+        stream, ended = a.events(), list[Event]()
+        a.add_hook(post=ended.append)
+        await asyncio.gather(a.monitored_barrier(), b.monitored_barrier())
+        windows = await asyncio.gather(a.window(8), b.window(8))
+        await asyncio.gather(*(window.aclose() for window in windows))
+        events = [event for event in await read(stream) if event.op is not None and event.op.p2p]
+        calls = [("monitored_barrier", 0), ("window", 1), ("fence", 0)]
+        for kind in ("call", "send", "completion"):
+            assert [(event.op.kind, event.seq) for event in events if event.op and event.kind == kind] == calls
+        assert [event.op.kind for event in ended if event.op and event.op.p2p] == [kind for kind, _ in calls]
+        assert __file__ in events[0].site
+        measured = a.statistics().measured
+        assert measured is not None
+        assert measured.metrics.kinds["monitored_barrier"].completed == 1
+
+
+async def test_a_hook_refuses_an_operation_beside_the_sequence() -> None:
+    def refuse(event: Event) -> None:
+        raise PermissionError(str(event.op))
+
+    async with loopback_world(1) as (comm,):
+        hook = comm.add_hook(pre=refuse)
+        with pytest.raises(PermissionError, match=r"monitored_barrier\(\)"):
+            comm.monitored_barrier()
+        assert comm.statistics().in_flight == 0
+        hook.remove()
+        await comm.monitored_barrier()
+
+
 async def test_a_failure_an_abort_and_the_departure_of_a_rank() -> None:
     async with loopback_world(2) as (a, b):
         stream = a.events()

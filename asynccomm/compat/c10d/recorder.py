@@ -29,7 +29,7 @@ from asynccomm.core.work import Work
 from asynccomm.errors import AbortedError, BrokenError
 from asynccomm.observe.flight import Side, dump_of, status_of
 from asynccomm.observe.watchers import Watcher
-from asynccomm.ops import Call, Op
+from asynccomm.ops import Call, Op, PeerOp
 
 RECORDS: Final = 2000
 SHOWN: Final = 4  # operations in flight that the log names
@@ -107,6 +107,8 @@ class GroupRecorder(Watcher):
         return self._counts.collectives
 
     def called(self, call: Call, work: Work[Any]) -> None:
+        if call.op.p2p and not isinstance(call.op, PeerOp):
+            return  # no operation of torch's recorder: its tool refuses dumps with other names
         record = self._recorder.add(self, call, work)
         work.listen(record.settled)
 

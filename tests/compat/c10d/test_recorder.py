@@ -179,6 +179,15 @@ async def test_messages_are_numbered_apart() -> None:
     await run_ranks(3, body)
 
 
+async def test_operations_that_torch_s_recorder_does_not_have_leave_nothing() -> None:
+    async def body(rank: int) -> None:
+        await dist.all_reduce(torch.ones(2))
+        await dist.monitored_barrier()
+        assert [entry["profiling_name"] for entry in dumped()["entries"]] == ["loopback:all_reduce"]
+
+    await run_ranks(2, body)
+
+
 async def test_what_is_sent_together_is_recorded_one_by_one() -> None:
     async with alone():
         ints, floats = torch.ones(1, dtype=torch.int64), torch.ones(2)
