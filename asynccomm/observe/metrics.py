@@ -78,6 +78,7 @@ class Metrics(Watcher):
         self._kinds: dict[str, OpMetrics] = {}
         self.waits: Histogram = Histogram()  #: for the last rank of a collective
         self._recordings: tuple[Recording, ...] = ()
+        self._closed = False
         self._lock = threading.Lock()
 
     @property
@@ -86,10 +87,13 @@ class Metrics(Watcher):
         self._watchers.flush()
         return self._kinds
 
-    def record(self, recording: Recording) -> None:
-        """Have an exporter record each operation that ends from now on, when it ends."""
-        self._recordings = (*self._recordings, recording)
-        self._watchers.hurry(self)
+    def record(self, recording: Recording) -> bool:
+        """Have an exporter record each operation that ends from now on, when it ends. Returns: False once closed."""
+        self._watchers.hurry(self)  # first: it reports the calls so far
+        with self._lock:
+            if not self._closed:
+                self._recordings = (*self._recordings, recording)
+            return not self._closed
 
     def finished(self, calls: Sequence[Called]) -> None:
         recordings, before = self._recordings, None
@@ -142,6 +146,8 @@ class Metrics(Watcher):
             recording.waited_for_last(seconds)
 
     def closed(self) -> None:
+        with self._lock:
+            self._closed = True
         for recording in self._recordings:
             recording.closed()
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, final, runtime_checkable
 from weakref import WeakKeyDictionary
 
+from asynccomm.errors import ClosedError
 from asynccomm.observe.lateness import Lateness
 from asynccomm.observe.metrics import Metrics, OpMetrics, Recording
 
@@ -55,6 +56,7 @@ class _Statistics(Protocol):
     def measured(self) -> _Measured | None: ...
 
 
+@runtime_checkable
 class MeasuredComm(Protocol):
     """A comm with metrics."""
 
@@ -70,13 +72,17 @@ class MeasuredComm(Protocol):
 def instrument(comm: MeasuredComm, meter: Meter | None = None) -> None:
     """Report the metrics of ``comm``, until it closes. Its counts stay; those of later comms of its name add to them.
 
+    Counts are those since the comm was made; histograms begin with this call. Idempotent for each meter.
+
     Args:
         comm: a comm with the hint ``metrics``.
         meter: None: the meter "asynccomm" of the global provider.
 
-    Raises: RuntimeError without OpenTelemetry's API, or for a comm without metrics.
+    Raises: RuntimeError without OpenTelemetry's API, or for a comm without metrics; TypeError; ClosedError.
     """
     global _default
+    if not isinstance(comm, MeasuredComm):
+        raise TypeError(f"comm must be a Comm, got {comm!r} ({type(comm).__name__})")
     try:
         from opentelemetry import metrics  # noqa: PLC0415 (an extra)
     except ImportError as exc:
@@ -90,7 +96,7 @@ def instrument(comm: MeasuredComm, meter: Meter | None = None) -> None:
         instruments = _instruments.get(meter)
         if instruments is None:
             instruments = _instruments[meter] = _Instruments(meter, metrics.Observation)
-    measured.metrics.record(_Instrumented(comm, measured, instruments))
+    instruments.open(comm, measured)
 
 
 @final
@@ -132,6 +138,16 @@ class _Instruments:
 
         return [observe]
 
+    def open(self, comm: MeasuredComm, measured: _Measured) -> None:
+        """Report a comm. Idempotent. Raises: ClosedError."""
+        with self._reading:  # a comm that closes meanwhile waits in ``close``
+            if any(each.measured is measured for each in self.comms):  # as of the comm in a BlockingComm
+                return
+            added = _Instrumented(comm, measured, self)
+            if not measured.metrics.record(added):
+                raise ClosedError(f"comm {comm.name!r} is closed")
+            self.comms[added] = None
+
     def close(self, comm: _Instrumented) -> None:
         """Keep the counts of a comm, and drop the comm. Idempotent."""
         with self._reading:
@@ -171,7 +187,6 @@ class _Instrumented(Recording):
         self.measured = measured
         self.labels: _Labels = (("comm", comm.name), ("rank", comm.rank))
         self._instruments = instruments
-        instruments.comms[self] = None
 
     def ended(self, kind: str, nbytes: int, seconds: float, error: str) -> None:
         if not error:

@@ -60,10 +60,14 @@ def test_an_exporter_gets_each_call_at_once() -> None:
             seen.append((kind, seconds))
 
     metrics.finished([(Barrier(), None, 0, 1.0, 1.5)])
-    metrics.record(Seen())
+    watchers.notes.append((Barrier(), None, 0, 1.0, 1.5))
+    assert metrics.record(Seen())
+    assert seen == [], "the call was made before"
     assert counts.noted_calls == 1
     metrics.finished([(Barrier(), None, 1, 1.0, 3.0)])
     assert seen == [("barrier", 2.0)]
+    metrics.closed()
+    assert not metrics.record(Seen())
 
 
 def test_the_text_is_prometheus_format() -> None:

@@ -13,6 +13,7 @@ from opentelemetry.metrics._internal import _ProxyMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from asynccomm.errors import ClosedError
 from asynccomm.observe import otel
 from asynccomm.observe.otel import instrument
 from asynccomm.testing.local import loopback_world
@@ -89,3 +90,30 @@ async def test_a_comm_without_metrics_is_refused() -> None:
     async with loopback_world(1) as (comm,):
         with pytest.raises(RuntimeError, match="the comm has no metrics"):
             instrument(comm)
+
+
+async def test_a_comm_is_reported_once_until_it_closes() -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    meter = provider.get_meter("test")
+
+    def counted() -> list[int]:
+        return [point.value for point in read(reader)["asynccomm.operations"]]
+
+    async with loopback_world(1, hints={"metrics": "on"}) as (comm,):
+        await comm.barrier()
+        instrument(comm, meter)
+        instrument(comm, meter)
+        await comm.barrier()
+        assert counted() == [2]
+        assert [point.count for point in read(reader)["asynccomm.latency"]] == [1], "the first barrier was before"
+    with pytest.raises(ClosedError, match="comm 'test' is closed"):
+        instrument(comm, meter)
+    assert counted() == [2]
+    assert not otel._instruments[meter].comms
+    provider.shutdown()
+
+
+def test_another_object_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"comm must be a Comm, got None \(NoneType\)"):
+        instrument(None)  # type: ignore[arg-type]
