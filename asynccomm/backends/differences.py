@@ -40,7 +40,7 @@ def difference(rank: int, mine: Issued, other: int, theirs: Issued) -> Collectiv
     """The error for two ranks that differ; it names the first operation that differs as it was called, if any."""
     for ours, another in zip(mine.called, theirs.called, strict=False):
         if ours.words != another.words:
-            text = another.text if another.text != ours.text else f"{another.text}, divided otherwise"
+            text = another.text if another.text != ours.text else f"{another.text}, of other sizes or dtypes"
             return CollectiveMismatchError(ours.number, rank, ours.text, other, text)
     first, count = mine.called[0], len(mine.called)
     if count != len(theirs.called):

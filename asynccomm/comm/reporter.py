@@ -267,7 +267,7 @@ class Reporter:
         calls = [_Explained.from_reply(replies.get(rank, {})) for rank in sides]
         for seq, (mine, theirs) in enumerate(zip(*calls, strict=False) if numbered else (), error.seq):
             if mine.signature != theirs.signature:
-                divided = ", divided otherwise" if mine.op == theirs.op else ""
+                divided = ", of other sizes or dtypes" if mine.op == theirs.op else ""
                 return CollectiveMismatchError(
                     seq, error.rank, mine.op, error.other_rank, theirs.op + divided, mine.site, theirs.site
                 )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast, final
 import torch
 from torch import Tensor
 
-from asynccomm.ops.dtypes import REAL
+from asynccomm.ops.dtypes import CODES, REAL
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import check_label
 
@@ -101,7 +101,7 @@ class TensorOp(Op):
     ``numel`` is the number of elements of one rank's share: of its input, or with reduce_scatter and scatter of its
     output. A share may be several tensors, which count as one vector; ``layout`` then encodes the sizes of these
     tensors, and the sizes of the ranks' shares if they differ (0: one tensor, and all shares equal): see
-    :func:`layout_of`. Data that is only moved is described in reals: see :func:`moved`.
+    :func:`layout_of`. Data that is only moved is described in reals: see :func:`moved` and :func:`moved_together`.
     """
 
     dtype: torch.dtype
@@ -249,6 +249,16 @@ def moved(dtype: torch.dtype, numel: int) -> tuple[torch.dtype, int]:
     """The description of elements that are only moved: complex elements as reals, since other ranks may pass reals."""
     real = REAL.get(dtype)
     return (dtype, numel) if real is None else (real, 2 * numel)
+
+
+def moved_together(tensors: Sequence[Tensor]) -> tuple[torch.dtype, list[int]]:
+    """The dtype that describes several tensors that are only moved, and numbers for their layout.
+
+    It is their common dtype, complex ones as reals. Tensors of different dtypes are described as bytes: their dtypes
+    are compared by the numbers.
+    """
+    dtypes = [REAL.get(tensor.dtype, tensor.dtype) for tensor in tensors]
+    return dtypes[0] if len(set(dtypes)) == 1 else torch.uint8, [CODES[dtype] for dtype in dtypes]
 
 
 def described(op: TensorOp) -> str:

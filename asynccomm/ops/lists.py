@@ -9,7 +9,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from asynccomm.ops.base import Call, Several, layout_of
+from asynccomm.ops.base import Call, Several, layout_of, moved_together
 from asynccomm.ops.dims import parts_along, put, whole_of
 from asynccomm.ops.movement import AllGather, Broadcast
 from asynccomm.ops.reductions import AllReduce, ReduceScatter
@@ -99,9 +99,10 @@ def all_gather_v(
         wholes.append(whole_of(group, f"outputs[{i}]", given, f"inputs[{i}]", tensor, shape))
         views.append(parts_along(wholes[i], along, extents))
     shares = [[parts[rank] for parts in views] for rank in range(group.size)]
-    numel, counts = counts_of([sum([view.nbytes for view in share]) for share in shares])
-    layout = layout_of([*dims, *[view.nbytes for share in shares for view in share]])
-    op = AllGather(torch.uint8, numel, layout=layout, counts=counts)
+    dtype, codes = moved_together(items)
+    numel, counts = counts_of([sum([view.nbytes for view in share]) // dtype.itemsize for share in shares])
+    layout = layout_of([*dims, *[view.nbytes for share in shares for view in share], *codes])
+    op = AllGather(dtype, numel, layout=layout, counts=counts)
     views_in_order = tuple([view for share in shares for view in share])
     return Call(op, tuple(items), views_in_order, wholes if outputs is None else outputs)
 

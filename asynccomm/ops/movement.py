@@ -9,7 +9,7 @@ from typing import SupportsIndex, final
 import torch
 from torch import Tensor
 
-from asynccomm.ops.base import Call, Op, TensorOp, layout_of, layout_of_shares, moved
+from asynccomm.ops.base import Call, Op, TensorOp, layout_of, layout_of_shares, moved, moved_together
 from asynccomm.ops.validation import (
     CommInfo,
     check_list,
@@ -29,7 +29,7 @@ from asynccomm.ops.validation import (
 @final
 @dataclass(frozen=True, slots=True)
 class Broadcast(TensorOp):
-    """Read on the root, written on the other ranks. Several tensors of any dtypes count as their bytes."""
+    """Read on the root, written on the other ranks. Several tensors of different dtypes count as their bytes."""
 
     kind = "broadcast"
     replicates = True
@@ -49,8 +49,9 @@ class Broadcast(TensorOp):
         rank = check_rank(group, "root", root)
         mine = rank == group.rank
         items = tuple(check_several(group, "tensors", tensors, written=not mine))
+        dtype, codes = moved_together(items)
         sizes = [tensor.nbytes for tensor in items]
-        op = cls(torch.uint8, sum(sizes), rank, layout=layout_of(sizes))
+        op = cls(dtype, sum(sizes) // dtype.itemsize, rank, layout=layout_of([*sizes, *codes]))
         return Call(op, items if mine else (), () if mine else items, tensors)
 
 
@@ -61,7 +62,7 @@ class AllGather(TensorOp):
 
     There are k inputs and ``size * k`` outputs; those of rank r start at ``r * k``. ``counts`` holds the number of
     elements of each rank's inputs, and is empty if all are equal; ``numel`` is the largest of them. Several inputs of
-    any dtypes count as their bytes.
+    different dtypes count as their bytes.
     """
 
     kind = "all_gather"
@@ -93,8 +94,9 @@ class AllGather(TensorOp):
     @classmethod
     def of_several(cls, group: CommInfo, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Call:
         """Gather rank r's inputs into ``output_lists[r]``, each list as long as ``inputs``, in one operation."""
+        dtype, codes = moved_together(inputs)
         sizes = [tensor.nbytes for tensor in inputs]
-        op = cls(torch.uint8, sum(sizes), layout=layout_of(sizes))
+        op = cls(dtype, sum(sizes) // dtype.itemsize, layout=layout_of([*sizes, *codes]))
         outputs = tuple([tensor for share in output_lists for tensor in share])
         return Call(op, tuple(inputs), outputs, output_lists)
 

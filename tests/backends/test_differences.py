@@ -34,7 +34,7 @@ def test_the_first_that_differs_is_named() -> None:
 def test_one_that_is_only_divided_otherwise() -> None:
     error = difference(0, batch(total(4, 7)), 1, batch(total(4, 8)))
     text = "all_reduce(float32[4] in pieces, SUM)"
-    assert error.args[:5] == (3, 0, text, 1, f"{text}, divided otherwise")
+    assert error.args[:5] == (3, 0, text, 1, f"{text}, of other sizes or dtypes")
 
 
 def test_batches_of_other_lengths() -> None:

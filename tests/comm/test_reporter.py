@@ -378,7 +378,7 @@ async def test_operations_that_are_divided_otherwise(parts: Parts) -> None:
         each.issue(AllReduce(torch.float32, 9, ReduceOp.SUM, layout=layout), 5)
     error = await parts.reporter.complete(FUSED)
     assert error.seq == 5
-    assert error.other_op == f"{error.op}, divided otherwise"
+    assert error.other_op == f"{error.op}, of other sizes or dtypes"
 
 
 @pytest.mark.parametrize("theirs", [(10, 20), (10, 20, 30)])

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from asynccomm.ops import AllGather, AllReduce, Broadcast, ReduceScatter
+from asynccomm.ops import AllGather, AllReduce, Broadcast, Call, ReduceScatter, TensorOp
 from asynccomm.ops.base import layout_of
+from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.lists import all_gather, all_gather_v, all_reduce, broadcast, reduce_scatter, reduce_scatter_v
 from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.signature import signature
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 from tests.comm.methods.argument_matrix import GROUP, RANK, SIZE, fails, t
 
 F, D, INT = torch.float32, torch.float64, torch.int32
 SUM = ReduceOp.SUM
+MOVES: list[Callable[[list[Tensor]], Call]] = [  # of tensors with 8 bytes for each of 4 rows
+    lambda tensors: broadcast(GROUP, tensors, 0),
+    lambda tensors: all_gather(GROUP, None, tensors),
+    lambda tensors: all_gather_v(GROUP, None, tensors, [1, 4, 3], 0),
+]
+
+
+def codes(*dtypes: torch.dtype) -> list[int]:
+    return [CODES[dtype] for dtype in dtypes]
 
 
 def test_one_call_for_each_dtype() -> None:
@@ -46,7 +60,7 @@ def test_all_reduce_is_checked_as_a_whole() -> None:
 def test_broadcast() -> None:
     tensors = [t(3), t(2, dtype=torch.bool), t(0)]
     here, there = broadcast(GROUP, tensors, RANK), broadcast(GROUP, tensors, 0)
-    assert here.op == Broadcast(torch.uint8, 14, RANK, layout=layout_of([12, 2, 0]))
+    assert here.op == Broadcast(torch.uint8, 14, RANK, layout=layout_of([12, 2, 0, *codes(F, torch.bool, F)]))
     assert here.result is there.result is tensors
     assert (here.outputs, there.inputs) == ((), ())
     with pytest.raises(ValueError, match=r"root must be in \[0, 3\), got 3"):
@@ -57,7 +71,7 @@ def test_all_gather() -> None:
     tensors = [t(3), t(2, 2, dtype=INT)]
     outputs = tuple([t(1, 3), t(4, dtype=INT)] for _ in range(SIZE))
     call = all_gather(GROUP, outputs, tensors)
-    assert call.op == AllGather(torch.uint8, 28, layout=layout_of([12, 16]))
+    assert call.op == AllGather(torch.uint8, 28, layout=layout_of([12, 16, *codes(F, INT)]))
     assert call.result is outputs
     assert all(a is b for a, b in zip(call.outputs, [x for share in outputs for x in share], strict=True))
 
@@ -171,7 +185,7 @@ def test_a_group_of_one_takes_scalars() -> None:
 def test_all_gather_v() -> None:
     inputs, outputs = [t(4, 2), t(4, dtype=INT)], [t(8, 2), t(8, dtype=INT)]
     call = all_gather_v(GROUP, outputs, inputs, [1, 4, 3], 0)
-    layout = layout_of([0, 0, 8, 4, 32, 16, 24, 12])
+    layout = layout_of([0, 0, 8, 4, 32, 16, 24, 12, *codes(F, INT)])
     assert call.op == AllGather(torch.uint8, 48, layout=layout, counts=(12, 48, 36))
     assert [x.shape for x in call.outputs] == [(1, 2), (1,), (4, 2), (4,), (3, 2), (3,)]
     assert call.outputs[2].data_ptr() == outputs[0][1:].data_ptr()
@@ -179,6 +193,22 @@ def test_all_gather_v() -> None:
     made = all_gather_v(GROUP, None, [t(2, 4), t(3, 4, dtype=INT).requires_grad_(False)], (1, 4, 3), -1).result
     assert [x.shape for x in made] == [(2, 8), (3, 8)]
     assert [x.dtype for x in made] == [F, INT]
+
+
+@cases("move", MOVES)
+def test_moves_of_one_dtype_are_described_in_it(move: Callable[[list[Tensor]], Call]) -> None:
+    reals = move([t(4, 2), t(4, 2)]).op
+    assert isinstance(reals, TensorOp)
+    assert (reals.dtype, reals.numel) == (F, 16)
+    assert move([t(4, dtype=torch.complex64), t(4, 2)]).op == reals
+
+
+@cases("move", MOVES)
+def test_moves_of_other_dtypes_do_not_fit(move: Callable[[list[Tensor]], Call]) -> None:
+    lists = [[F, F], [INT, INT], [F, INT], [INT, F], [D, F], [D, INT], [torch.uint8, torch.uint8]]
+    ops = [move([t(4, 8 // dtype.itemsize, dtype=dtype) for dtype in dtypes]).op for dtypes in lists]
+    assert len({signature(op) for op in ops}) == len(lists)
+    assert not any(one.fits(other) for one, other in combinations(ops, 2))
 
 
 def test_reduce_scatter_v() -> None:

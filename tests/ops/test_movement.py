@@ -21,7 +21,7 @@ from asynccomm.ops import (
     Scatter,
 )
 from asynccomm.ops.base import layout_of
-from asynccomm.ops.dtypes import REAL
+from asynccomm.ops.dtypes import CODES, REAL
 from tests.cases import cases
 from tests.comm.methods.argument_matrix import GROUP, RANK, SIZE, around, fails, several, t
 
@@ -188,10 +188,10 @@ def test_broadcast() -> None:
     assert here.result is there.result is tensor
 
 
-def test_several_are_broadcast_as_bytes() -> None:
+def test_several_dtypes_are_broadcast_as_bytes() -> None:
     tensors = [t(3), t(2, 2, dtype=torch.int8)]
     here, there = Broadcast.of_several(GROUP, tensors, RANK), Broadcast.of_several(GROUP, tensors, 2)
-    assert here.op == Broadcast(torch.uint8, 16, RANK, layout=layout_of([12, 4]))
+    assert here.op == Broadcast(torch.uint8, 16, RANK, layout=layout_of([12, 4, CODES[F], CODES[torch.int8]]))
     assert same(here.inputs, tensors)
     assert same(there.outputs, tensors)
     assert here.result is there.result is tensors
@@ -216,11 +216,11 @@ def test_uneven_all_gather() -> None:
     assert not call.op.fits(others.op)
 
 
-def test_several_are_gathered_as_bytes() -> None:
+def test_several_dtypes_are_gathered_as_bytes() -> None:
     tensors = [t(3), t(2, 2, dtype=torch.int8)]
     outputs = [[t(3), t(4, dtype=torch.int8)] for _ in range(SIZE)]
     call = AllGather.of_several(GROUP, outputs, tensors)
-    assert call.op == AllGather(torch.uint8, 16, layout=layout_of([12, 4]))
+    assert call.op == AllGather(torch.uint8, 16, layout=layout_of([12, 4, CODES[F], CODES[torch.int8]]))
     assert same(call.outputs, [x for share in outputs for x in share])
     assert call.result is outputs
 

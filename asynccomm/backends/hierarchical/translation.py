@@ -26,7 +26,7 @@ def translated(error: BrokenError, ranks: Sequence[int]) -> BrokenError:
         case CollectiveMismatchError(seq=seq, rank=rank, other_rank=other):
             mine, theirs = _call(error.op, ranks), _call(error.other_op, ranks)
             if mine == theirs:
-                theirs = f"{theirs}, divided otherwise"
+                theirs = f"{theirs}, of other sizes or dtypes"
             return CollectiveMismatchError(seq, ranks[rank], mine, ranks[other], theirs)
         case BackendError():
             new = BackendError(_RANK.sub(lambda found: f"rank{found[1]}{_number(found[2], ranks)}", str(error)))

@@ -302,7 +302,7 @@ class Board:
         if self._words[i + RecordWord.HISTORY] != self.state.history:  # this rank did not wait for the other one there
             described += ", and the ranks differed in a collective before it"
         elif differing_layout(words, self.signature):
-            described += ", divided otherwise"
+            described += ", of other sizes or dtypes"
         return self.mismatch(rank, described)
 
     def _other_sizes(self, rank: int, first: int) -> BrokenError:

@@ -43,7 +43,8 @@ class ExpertCollectives(CommBase):
 
         Returns: Work of a ``Dispatched``, the rows of this rank's experts. Tokens travel once to each rank, however
             many of their experts it holds.
-        Raises: from awaiting: PayloadError, if ranks differ in dtypes, in dimensions or in the routing's form.
+        Raises: from awaiting: PayloadError, if ranks differ in dtypes, in dimensions or in the routing's form;
+            with ``sizes`` CollectiveMismatchError.
         """
         return self._submit(experts.dispatch(self._group, hidden, routing, extras, sizes), timeout, hints, tag)
 

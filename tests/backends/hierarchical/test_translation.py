@@ -20,7 +20,9 @@ def test_a_mismatch_of_collectives() -> None:
 
 def test_calls_that_differ_only_in_the_division() -> None:
     given = CollectiveMismatchError(7, 0, "barrier()", 1, "barrier()")
-    assert str(translated(given, RANKS)).endswith("rank 2 has barrier(), rank 5 has barrier(), divided otherwise")
+    assert str(translated(given, RANKS)).endswith(
+        "rank 2 has barrier(), rank 5 has barrier(), of other sizes or dtypes"
+    )
 
 
 def test_a_mismatch_of_messages() -> None:

@@ -222,4 +222,4 @@ def test_both_sides_of_a_fused_operation_are_described(
         assert isinstance(error, CollectiveMismatchError)
         assert (error.seq, error.rank, error.other_rank) == (0, rank, 1 - rank)
         assert error.op == f"all_reduce({texts[rank]}, SUM)"
-        assert error.other_op.removesuffix(", divided otherwise") == f"all_reduce({texts[1 - rank]}, SUM)"
+        assert error.other_op.removesuffix(", of other sizes or dtypes") == f"all_reduce({texts[1 - rank]}, SUM)"

@@ -462,27 +462,41 @@ def _mismatch(mine: Callable[[CommInfo], Call], theirs: Callable[[CommInfo], Cal
         (
             lambda g: ops.AllReduce.of_several(g, [torch.ones(2), torch.ones(3)], ReduceOp.SUM),
             lambda g: ops.AllReduce.of_several(g, [torch.ones(3), torch.ones(2)], ReduceOp.SUM),
-            [("all_reduce(float32[5] in pieces, SUM)", "all_reduce(float32[5] in pieces, SUM), divided otherwise")] * 2,
+            [
+                (
+                    "all_reduce(float32[5] in pieces, SUM)",
+                    "all_reduce(float32[5] in pieces, SUM), of other sizes or dtypes",
+                )
+            ]
+            * 2,
         ),
         (
             lambda g: ops.Broadcast.of_several(g, [torch.ones(2), torch.ones(2)], 0),
             lambda g: ops.Broadcast.of_several(g, [torch.ones(4)], 0),
-            [("broadcast(uint8[16] in pieces, root=0)", "broadcast(uint8[16] in pieces, root=0), divided otherwise")]
+            [
+                (
+                    "broadcast(float32[4] in pieces, root=0)",
+                    "broadcast(float32[4] in pieces, root=0), of other sizes or dtypes",
+                )
+            ]
             * 2,
         ),
         (
             lambda g: ops.AllGather.of(g, [torch.ones(2), torch.ones(9)], torch.ones(2)),
             lambda g: ops.AllGather.of(g, [torch.ones(3), torch.ones(9)], torch.ones(9)),
             [
-                ("all_gather(float32[2, 9])", "all_gather(float32[9] in pieces), divided otherwise"),
-                ("all_gather(float32[3, 9])", "all_gather(float32[9] in pieces), divided otherwise"),
+                ("all_gather(float32[2, 9])", "all_gather(float32[9] in pieces), of other sizes or dtypes"),
+                ("all_gather(float32[3, 9])", "all_gather(float32[9] in pieces), of other sizes or dtypes"),
             ],
         ),
         (
             lambda g: ops.ReduceScatter.of(g, torch.ones(2), [torch.ones(2), torch.ones(9)], ReduceOp.SUM),
             lambda g: ops.ReduceScatter.of(g, torch.ones(8), [torch.ones(9), torch.ones(8)], ReduceOp.SUM),
             [
-                (f"reduce_scatter(float32[{n}], SUM)", "reduce_scatter(float32[9] in pieces, SUM), divided otherwise")
+                (
+                    f"reduce_scatter(float32[{n}], SUM)",
+                    "reduce_scatter(float32[9] in pieces, SUM), of other sizes or dtypes",
+                )
                 for n in ("2, 9", "9, 8")
             ],
         ),

@@ -1,4 +1,4 @@
-"""Collectives on lists of tensors, on loopback: one Work each, values, and what comes back."""
+"""Collectives on lists of tensors, one Work each, values, and what comes back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asynccomm import CollectiveMismatchError, Comm, ReduceOp
+from asynccomm import CollectiveMismatchError, Comm, ReduceOp, Work, new_comm
 from tests.comm.methods.argument_matrix import SIZE, on_all
 
 
@@ -103,6 +103,36 @@ async def test_lists_must_agree(comms: list[Comm]) -> None:
     for work in works:
         with pytest.raises(CollectiveMismatchError):
             await work
+
+
+MOVES: list[Callable[[Comm, Tensor], Work[Any]]] = [
+    lambda comm, x: comm.broadcast_coalesced([x, x], 0),
+    lambda comm, x: comm.all_gather_coalesced(None, [x, x]),
+    lambda comm, x: comm.all_gather_v_coalesced(None, [x, x], [2, 2]),
+    lambda comm, x: comm.dispatch(x, None, [x], [2, 2]),
+]
+OTHERS: list[Callable[[Comm, Tensor], Work[Any]]] = [  # of several dtypes
+    lambda comm, x: comm.broadcast_coalesced([torch.ones(2, 1, dtype=torch.float64), x], 0),
+    lambda comm, x: comm.dispatch(torch.ones(2, 1, dtype=torch.float64), None, [x], [2, 2]),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["shm", "gloo", "hierarchical"])
+async def test_dtypes_must_agree(backend: str) -> None:
+    """As many bytes in each tensor."""
+    for i, call in enumerate([*MOVES, *OTHERS]):
+        async with new_comm(backend, name=f"dtypes {i}", timeout=20) as comm:
+            tensor = torch.ones(2, 2, dtype=[torch.float32, torch.int32][comm.rank])
+            with pytest.raises(CollectiveMismatchError) as caught:
+                await call(comm, tensor)
+                await comm.barrier()  # the root of a broadcast need not wait for the others
+            text = str(caught.value)
+            if i < len(MOVES):
+                assert "float32[" in text, text
+                assert "int32[" in text, text
+            else:
+                assert "of other sizes or dtypes" in text, text
 
 
 @pytest.mark.parametrize("op", [ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PREMUL_SUM(2)])
