@@ -68,9 +68,9 @@ class Windows(CommBase):
             nbytes = like.numel() * like.itemsize
         own = torch.tensor([check_nbytes(nbytes), check_signals(signals)], device=self._group.device)
         self._check_windows()
-        number, self._made = self._made, self._made + 1
         # called before the first await, and so in the program's order
         given = self._call(timeout, None, None, _ALL_GATHER_SINGLE, None, own)
+        number, self._made = self._made, self._made + 1  # a refused call has no number
         made = self._make(number, given, timeout)
         info, backend = await shielded_acquire(made, lambda made: made[1].abort())
         shape = None if like is None else (like.shape, like.dtype)

@@ -26,6 +26,21 @@ async def test_numbers_of_signals_must_agree_and_the_comm_goes_on() -> None:
             assert "8 bytes and 256 signals" in repr(window)
 
 
+async def test_refused_windows_have_no_number() -> None:
+    def refuse(call: object) -> None:
+        raise RuntimeError("refused")
+
+    async with loopback_world(2) as comms:
+        with pytest.raises(ValueError, match="timeout must be"):
+            await comms[0].window(8, timeout=-1)
+        hook = comms[0].add_hook(pre=refuse)
+        with pytest.raises(RuntimeError, match="refused"):
+            await comms[0].window(8)
+        hook.remove()
+        windows = await asyncio.gather(*[comm.window(8) for comm in comms])
+        await asyncio.gather(*[window.aclose() for window in windows])
+
+
 async def test_windows_that_are_made_at_the_same_time_are_numbered_alike() -> None:
     async def make(comm: Comm) -> list[tuple[int, ...]]:
         async with asyncio.TaskGroup() as group:
