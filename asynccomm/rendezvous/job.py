@@ -272,10 +272,13 @@ class CommIdentity:
         return self.room.prefix(f"split/{name}/{digest}/{number}")
 
     def default_name(self, kind: str) -> str:
-        """The name of the next comm of a ``kind`` that is made without a name: all ranks count them alike."""
-        self._unnamed[kind] += 1
-        number = self._unnamed[kind]
+        """The name of the next comm of a ``kind`` that is made without a name."""
+        number = self._unnamed[kind] + 1
         return kind if number == 1 else f"{kind} {number}"
+
+    def take_default_name(self, kind: str) -> None:
+        """Count a comm that has the default name of its ``kind``: all ranks count them alike."""
+        self._unnamed[kind] += 1
 
     def members_of(self, ranks: Sequence[int]) -> list[RankInfo]:
         """The members with these ``ranks``, renumbered from 0."""

@@ -173,8 +173,9 @@ class Groups(CommBase):
         """
         hosts = self._hosts()
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[self._group.rank]]
-        name = self._session.identity.default_name("intra_node") if name is None else name
-        return self._split(mine, name, hints, timeout, shares=True)  # type: ignore[return-value]  # never None
+        return self._split_by_node(  # type: ignore[return-value]  # never None
+            "intra_node", mine, name, hints, timeout, shares=True
+        )
 
     def inter_node(
         self,
@@ -192,8 +193,26 @@ class Groups(CommBase):
         """
         hosts = self._hosts()
         firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
-        name = self._session.identity.default_name("inter_node") if name is None else name
-        return self._split(firsts if self._group.rank in firsts else [], name, hints, timeout)
+        mine = firsts if self._group.rank in firsts else []
+        return self._split_by_node("inter_node", mine, name, hints, timeout)
+
+    def _split_by_node(
+        self,
+        kind: str,
+        ranks: Sequence[int],
+        name: str | None,
+        hints: Mapping[str, str] | None,
+        timeout: float | timedelta | None,
+        *,
+        shares: bool = False,
+    ) -> PendingComm[Self | None]:
+        """See :meth:`_split`; without a name, the comm has the next default name of its kind."""
+        if name is not None:
+            return self._split(ranks, name, hints, timeout, shares=shares)
+        identity = self._session.identity
+        made = self._split(ranks, identity.default_name(kind), hints, timeout, shares=shares)
+        identity.take_default_name(kind)  # a refused call takes none
+        return made
 
     def _hosts(self) -> list[str]:
         return [member.host for member in self._session.identity.members]

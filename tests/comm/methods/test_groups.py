@@ -288,6 +288,20 @@ async def test_comms_within_nodes_and_between_them_may_be_made_several_times() -
         await on_all(comms, part)
 
 
+async def test_refused_comms_within_nodes_and_between_them_use_no_name() -> None:
+    async with loopback_world(2) as comms:
+        for make in (comms[0].intra_node, comms[0].inter_node):
+            with pytest.raises(ValueError, match="timeout must be"):
+                make(timeout=-1)
+
+        async def part(comm: Comm) -> None:
+            async with comm.intra_node() as intra, comm.inter_node() as inter:
+                assert intra.name == "test/intra_node"
+                assert comm.rank or inter.name == "test/inter_node"
+
+        await on_all(comms, part)
+
+
 async def backends_of(comm: Comm) -> dict[str, str]:
     """The backends of comms that are split off."""
     found = {}
