@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic, TypeVar, final
 
 from asynccomm.blocking.loop_thread import loop_of, loops, on_a_thread
+from asynccomm.comm.session import handle_dump_signal
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, WouldBlockError
 
@@ -145,6 +146,7 @@ class Portal:
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._process: Final = os.getpid()
         self.held: bool = True  #: whether this hold is in force
+        handle_dump_signal()  # here, as the loop's thread cannot install a handler
         portal = loops().__enter__()
         self.loop: Final = loop_of(portal) if loop is None else loop
 

@@ -15,6 +15,7 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -121,12 +122,13 @@ def dump_failure(error: BrokenError, own: Submitter, comms: Callable[[], Sequenc
 
 
 def dump_at_signal(comms: Callable[[], Sequence[RecordedComm]]) -> None:
-    """Install the handler of the signal that the environment names, if it names one. On the main thread only.
+    """Install the handler of the signal that the environment names, if it names one.
 
-    The program's own handler of the signal, if there is one, is called afterwards.
+    The program's own handler of the signal, if there is one, is called afterwards. Only the main thread can install a
+    handler; on others, the lack of it is logged once.
     """
     name = os.environ.get(SIGNAL, "").upper().removeprefix("SIG")
-    if not name or threading.current_thread() is not threading.main_thread():
+    if not name:
         return
     if name not in SIGNALS:
         _log.warning("%s is %r: it must be one of %s", SIGNAL, os.environ[SIGNAL], ", ".join(SIGNALS))
@@ -134,6 +136,9 @@ def dump_at_signal(comms: Callable[[], Sequence[RecordedComm]]) -> None:
     number = SIGNALS[name]
     before = signal.getsignal(number)
     if getattr(before, "dumps", False):
+        return
+    if threading.current_thread() is not threading.main_thread():
+        _say_missing(name)
         return
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -153,3 +158,8 @@ def dump_at_signal(comms: Callable[[], Sequence[RecordedComm]]) -> None:
 
     handle.dumps = True  # type: ignore[attr-defined]
     signal.signal(number, handle)
+
+
+@cache
+def _say_missing(name: str) -> None:
+    _log.warning("SIG%s writes no dump, despite %s: no comm was made on the main thread", name, SIGNAL)

@@ -117,7 +117,7 @@ class Session:
             )
             self.submitter.records_sites = True
         _alive.add(self)
-        dump_at_signal(_recorded)
+        handle_dump_signal()
 
     @property
     def error(self) -> AsyncCommError | None:
@@ -423,6 +423,11 @@ class Session:
 def open_sessions() -> list[Session]:
     """The sessions of this process that have connected and have not finished closing."""
     return [session for session in list(_alive) if session.backend is not None and not session.ended]
+
+
+def handle_dump_signal() -> None:
+    """Have the signal for dumps write one of this process's comms: see ``flight.dump_at_signal``."""
+    dump_at_signal(_recorded)
 
 
 def _recorded(own: Session | None = None) -> list[RecordedComm]:

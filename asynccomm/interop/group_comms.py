@@ -27,6 +27,7 @@ from torch import distributed as dist
 from asynccomm.blocking.loop_thread import EXIT_SECONDS, at_exit, detached, loop_of, loops, on_a_thread
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
+from asynccomm.comm.session import handle_dump_signal
 from asynccomm.errors import BrokenError, ClosedError
 from asynccomm.interop.torch_version import uncompiled
 from asynccomm.interop.torch_words import check_split
@@ -115,6 +116,7 @@ class GroupComms:
                     f"group {self.name!r} was closed" if self._closed else f"group {self.name!r} has no {device} comm"
                 )
             if self._portal is None:
+                handle_dump_signal()  # here, as the loop's thread cannot install a handler
                 self._portal = loops().__enter__()
             loop = loop_of(self._portal)
             # the portal's own call would wait until the task has started

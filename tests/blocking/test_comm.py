@@ -21,6 +21,7 @@ import torch
 import asynccomm
 from asynccomm import Comm, blocking
 from asynccomm.blocking.comm import BlockingComm
+from asynccomm.comm import flight
 from tests.waiting import until
 
 ELSEWHERE = {"aclose": "close", "loop": "loop"}  # methods of Comm with another name
@@ -46,6 +47,30 @@ def test_comms_are_made_with_the_same_arguments(name: str) -> None:
     theirs, mine = inspect.signature(getattr(asynccomm, name)), inspect.signature(getattr(blocking, name))
     assert list(mine.parameters.values()) == list(theirs.parameters.values())
     assert "blocking twin" in getattr(blocking, name).__doc__
+
+
+def test_a_signal_writes_the_dump_also_while_a_wait_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(flight.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(flight.SIGNAL, "USR2")
+    before = signal.getsignal(signal.SIGUSR2)
+    dumped = threading.Event()
+
+    def send() -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        asyncio.run(until(lambda: (tmp_path / "rank_0").exists()))
+        dumped.set()
+        comm.send(torch.ones(1), 0)
+
+    try:
+        with blocking.new_comm(alone=True) as comm:
+            work = comm.recv(torch.ones(1), 0)
+            thread = threading.Thread(target=send)
+            thread.start()
+            work.wait()
+            assert dumped.is_set()
+            thread.join()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_estimates(monkeypatch: pytest.MonkeyPatch) -> None:

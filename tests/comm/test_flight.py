@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,25 @@ async def test_a_signal_writes_the_dump_and_calls_the_former_handler(
             assert [entry["op"] for entry in dump["entries"]] == ["all_reduce(float32[1], SUM)"]
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_comms_on_other_threads_alone_have_no_handler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with loopback_world(2):
+            pass
+
+    monkeypatch.setenv(flight.SIGNAL, "USR2")
+    flight._say_missing.cache_clear()
+    before = signal.getsignal(signal.SIGUSR2)
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    with caplog.at_level(logging.WARNING):
+        thread.start()
+        thread.join()
+    assert signal.getsignal(signal.SIGUSR2) is before
+    text = "SIGUSR2 writes no dump, despite ASYNCCOMM_DUMP_SIGNAL: no comm was made on the main thread"
+    assert caplog.text.count(text) == 1
 
 
 async def test_another_signal_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

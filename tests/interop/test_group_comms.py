@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch import distributed as dist
 
 from asynccomm import AbortedError, ClosedError, Comm
 from asynccomm.blocking.loop_thread import detached
+from asynccomm.comm import flight
 from asynccomm.interop.group_comms import GroupComms
 from asynccomm.testing.local import loopback_world
+from tests.waiting import until
 
 CPU = torch.device("cpu")
 
@@ -38,6 +42,20 @@ def test_one_comm_for_each_type_of_device() -> None:
         comm.barrier()
     with pytest.raises(ClosedError, match="group 'alone' was closed"):
         comms_closed_connects(comms)
+
+
+async def test_a_signal_writes_the_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(flight.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(flight.SIGNAL, "USR2")
+    before = signal.getsignal(signal.SIGUSR2)
+    comms = comms_of_one()
+    try:
+        comms.any()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        await until(lambda: (tmp_path / "rank_0").exists())
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        comms.close()
 
 
 def comms_closed_connects(comms: GroupComms) -> None:
