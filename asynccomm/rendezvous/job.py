@@ -1,11 +1,11 @@
 """A job's comms in one process: the store, the control channel and the names that they share.
 
 A job begins with a comm of ``new_comm`` and includes all comms split off its members. Jobs of the same processes may
-lease one control channel (``shared_channels``). The comms of a job fail and close
-independently, in any order. The store stays connected until the last comm has closed; only then does this rank announce
-that it no longer needs the store. The rank that hosts the store waits for the announcements of the other ranks. If its
-last comm of the job ends because a comm of another job replaces it, the wait goes on beside that job, and ends with it;
-ranks that are no part of that job are waited for no longer than the job.
+lease one control channel (``shared_channels``). The comms of a job fail and close independently, in any order. The
+store stays connected until the last comm has closed; only then does this rank announce that it no longer needs the
+store. The rank that hosts the store waits for the announcements of the other ranks. If its last comm of the job ends
+because a comm of another job replaces it, the wait goes on beside that job, and ends with it; ranks that are no part of
+that job are waited for no longer than the job.
 
 All keys of a comm lie under its prefix in the store. A child's prefix lies within its parent's, and all members compute
 the same prefix without communicating. See :meth:`CommIdentity.child_prefix`.
