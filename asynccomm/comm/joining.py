@@ -135,7 +135,8 @@ class Joining:
             return None
         terms = {"backend": self._requested, "ordering": self._options.ordering}
         dropped = self._error("could not connect: its event loop has ended")
-        return ChannelMeeting(lease, path_of(self._rooms), terms, partial(_tell, lease, self._rooms), dropped)
+        path = path_of(self._rooms)
+        return ChannelMeeting(lease, path, terms, partial(_tell, lease, path), dropped)
 
     async def _meet_at_store(self) -> HandshakeResult:
         group, options, beside = self._group, self._options, self._beside
@@ -189,6 +190,10 @@ class Joining:
         return {"rank": rank, **encode_error(AbortedError(rank, reason))}
 
 
-def _tell(lease: ChannelLease, rooms: Store, epoch: str, error: JsonObject) -> None:
-    """Send ``error`` to the ranks that have met for the comm with ``epoch``."""
-    lease.channel.broadcast(comm_key(rooms.prefix(epoch)), error)
+def _tell(lease: ChannelLease, path: str, epoch: str, error: JsonObject) -> None:
+    """Send ``error`` to the ranks that have met for the comm with ``epoch``.
+
+    Args:
+        path: of the store prefix; the store itself would keep a pending attempt alive after the end of its loop.
+    """
+    lease.channel.broadcast(comm_key(f"{path}/{epoch}"), error)

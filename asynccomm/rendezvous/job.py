@@ -251,7 +251,7 @@ class CommIdentity:
         self.members: tuple[RankInfo, ...] = tuple(members)
         self.parent_ranks: tuple[int, ...] = tuple(parent_ranks)
         self.job_ranks: tuple[int, ...] = tuple(job_ranks)
-        self.key: str = comm_key(room)  #: identifies this comm in the control channel
+        self.key: str = comm_key(path_of(room))  #: identifies this comm in the control channel
         self.successor: Job | None = None  #: the job of the comm that replaces this one
         self._reservation = reservation
         self._splits: Counter[str] = Counter()
@@ -330,9 +330,9 @@ async def announce_departure(room: Store) -> None:
             await room.add(DEPARTURES_KEY, 1)
 
 
-def comm_key(room: Store) -> str:
-    """The key in the control channel of the comm with the store prefix ``room``."""
-    return _digest(path_of(room))
+def comm_key(path: str) -> str:
+    """The key in the control channel of the comm with the store prefix ``path``."""
+    return _digest(path)
 
 
 def _digest(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import threading
@@ -320,6 +321,29 @@ async def test_a_cancellation_that_is_cancelled_holds_no_rank_up() -> None:
             async with asyncio.timeout(5):  # the rank that hosts the store would wait 10 s for a departure
                 found = await asyncio.gather(*tasks, return_exceptions=True)
                 await close(*(each for each in found if isinstance(each, Session)))
+        await close(*await ranks.all("second"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_an_attempt_that_ends_with_its_loop_leaves_the_meeting() -> None:
+    async with some_ranks() as ranks:
+        zero = asyncio.ensure_future(ranks.rank(0, "another"))
+        while not await ranks.epoch_of("another"):
+            await asyncio.sleep(0.01)
+
+        def attempt_of_another_loop() -> None:
+            loop = asyncio.new_event_loop()
+            task = loop.create_task(ranks.rank(1, "second"))
+            loop.run_until_complete(asyncio.sleep(0.1))  # it also asks the store by now
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            loop.close()
+
+        await asyncio.to_thread(attempt_of_another_loop)
+        gc.collect()
+        leases = {each.channel.rank: each for each in shared_channels._open}
+        await until(lambda: leases[1].leases == 1)
+        assert leases[0].leases == 2
+        await close(await ranks.rank(1, "another"), await zero)
         await close(*await ranks.all("second"))
 
 
