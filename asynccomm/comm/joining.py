@@ -15,6 +15,7 @@ from asynccomm.core.tasks import detach
 from asynccomm.errors import AbortedError, RendezvousError, StoreError, describe_exception
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
+from asynccomm.rendezvous.addresses import abandon_exchange
 from asynccomm.rendezvous.channel_meeting import SOON_SECONDS, ChannelMeeting
 from asynccomm.rendezvous.handshake import HandshakeResult, handshake, met, publish_epoch
 from asynccomm.rendezvous.job import announce_departure, comm_key
@@ -49,7 +50,8 @@ class Joining:
         shares: bool,
         limit: float,
     ) -> None:
-        self.deadline: float = time.monotonic() + limit  #: on the monotonic clock
+        self._started = time.monotonic()
+        self.deadline: float = self._started + limit  #: on the monotonic clock
         self.sockets: ListeningSockets | None = None  #: of a new control channel
         self.lease: ChannelLease | None = None  #: of the channel over which the ranks have met
         self._place = place
@@ -155,7 +157,7 @@ class Joining:
             ordering=options.ordering,
             contact=None if self.sockets is None else self.sockets.contact,
             number=self._number,
-            spent=time.monotonic() - self.deadline + self._limit,
+            spent=time.monotonic() - self._started,
             epoch=epoch,
             beside=None if beside is None or beside.called_off else beside,
         )
@@ -179,8 +181,10 @@ class Joining:
             if self._beside is not None:
                 self._beside.give_up(self._error(f"could not connect: {describe_exception(reason)}"))
                 begin = await self._beside.answer()
-                if begin is not None:  # the rank that hosts the store waits for all that have met
-                    await announce_departure(self.room(begin.epoch))
+                if begin is not None:  # the others may wait for this rank at the store
+                    room = self.room(begin.epoch)
+                    await abandon_exchange(room, self._beside.lease.members, self._group.rank)
+                    await announce_departure(room)
         finally:
             if self._meeting is not None:
                 await self._meeting.aclose()

@@ -18,6 +18,7 @@ import anyio.to_thread
 from msgspec import Meta, structs
 
 from asynccomm.backends.addresses import choose_address
+from asynccomm.backends.base import RankInfo
 from asynccomm.control.transport.schema import Message, MessageError, decode, dumps, loads
 from asynccomm.control.transport.sockets import ListeningSockets, derived_port
 from asynccomm.control.transport.tables import pack_table, unpack_table
@@ -64,7 +65,7 @@ async def exchange_addresses(
     Raises: BackendError, on all ranks, if one of them has no such address.
     """
     size = len(joined.members)
-    if len({member.host for member in joined.members}) == 1:
+    if not _on_several_hosts(joined.members):
         return joined
     try:
         await room.set(f"address/{rank}", dumps(await _own_way(joined, sockets, rank, hints)))
@@ -99,6 +100,16 @@ async def _own_way(
         return _Way(choice.address, sockets.contact.port)
     except (BackendError, OSError) as exc:
         return _Way(problem=f"{exc}"[:TEXT_CHARACTERS])
+
+
+async def abandon_exchange(room: Store, members: Sequence[RankInfo], rank: int) -> None:
+    """End the exchange where this rank gives up after the ranks have met: the others may wait for its address."""
+    if _on_several_hosts(members):
+        await _post_end(room, rank, len(members))
+
+
+def _on_several_hosts(members: Sequence[RankInfo]) -> bool:
+    return len({member.host for member in members}) > 1
 
 
 async def _post_end(room: Store, rank: int, size: int) -> None:

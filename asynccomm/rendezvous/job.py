@@ -307,6 +307,8 @@ class CommIdentity:
     def __del__(self) -> None:
         if not self._left:  # the loop ended before the comm was closed
             self._left = True
+            if self.job.channel is not None:  # which may go on, with other comms
+                self.job.channel.unsubscribe(self.key, {"kind": "closed"})
             self.job.abandon()
 
     def detach_in_child(self) -> None:

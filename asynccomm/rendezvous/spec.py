@@ -28,7 +28,8 @@ from torch import distributed as dist
 from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous.launchers import SLURM, job_name, launcher_of, on_one_host, slurm_address, started_by
 from asynccomm.rendezvous.local_meeting import PortAnnouncer, find_port, meeting_name
-from asynccomm.store.base import Store, within
+from asynccomm.store.base import PrefixStore, Store, within
+from asynccomm.store.client import StoreClient
 from asynccomm.store.server import StoreServer, listen, serve, share
 from asynccomm.store.shared import SharedClient
 from asynccomm.store.torch_store import TorchStore
@@ -173,7 +174,11 @@ async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
 async def _connect_given(store: Store, timeout: float) -> StoreSession:
     """Open a given store: its server by a client of our own, which needs no threads, if it is a TCPStore of torch's."""
     if not isinstance(store, TorchStore) or (server := store.server()) is None:
-        return StoreSession(store)
+        whole = store
+        while isinstance(whole, PrefixStore):
+            whole = whole.underlying
+        address = f"{whole.host}:{whole.port}" if isinstance(whole, StoreClient) else ""
+        return StoreSession(store, address=address)
     shared = await SharedClient.connect(server.host, server.port, timeout)
     address = f"{server.host}:{server.port}"
     if not server.prefixed:

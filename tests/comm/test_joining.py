@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from asynccomm.comm.pairs import meet
 from asynccomm.comm.session import Session
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
+from asynccomm.rendezvous import job as job_module
 from asynccomm.rendezvous import shared_channels
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, resolve_spec
 from asynccomm.store.base import Store
@@ -199,6 +202,37 @@ async def test_later_comms_use_the_channel_of_the_first_and_meet_over_it() -> No
         await until(lambda: isinstance(second[0].error, AbortedError))
         assert fourth[0].error is third[0].error is None
         await close(*second, *third, *fourth)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SILENT])
+async def test_meeting_may_have_no_time_limit(options: CommOptions) -> None:
+    async with some_ranks() as ranks:
+        second = await ranks.all("second", *[replace(options, timeout=math.inf)] * 2)
+        await close(*second)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_a_comm_that_is_dropped_with_its_loop_is_closed_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "LEAVE_SECONDS", 0.1)  # nothing announces the departure of the dropped comm
+    async with some_ranks() as ranks:
+        zero = asyncio.ensure_future(ranks.rank(0, "second"))
+        channel = ranks.first[1].identity.job.channel
+        assert channel is not None
+
+        def comm_of_another_loop() -> None:
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(ranks.rank(1, "second"))
+            loop.close()
+
+        await asyncio.to_thread(comm_of_another_loop)
+        second = await zero
+        gc.collect()
+        assert second.reporter is not None
+        async with asyncio.timeout(20):
+            assert await second.reporter.closed_by([1]) == 1
+        await until(lambda: list(channel._members._members) == [ranks.first[1].identity.key])
+        second.abort("its peer has gone")
+        await close(second)
 
 
 async def test_a_rank_without_a_channel_is_met_at_the_store() -> None:

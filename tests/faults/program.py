@@ -25,7 +25,7 @@ import uvloop
 
 from asynccomm.backends import registry
 from asynccomm.backends.shm.progress_thread import shared_thread
-from asynccomm.comm import bootstrap, connecting
+from asynccomm.comm import bootstrap, connecting, joining
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.control.channel import ControlChannel
@@ -590,9 +590,9 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
 
     match point:
         case "meeting":
-            bootstrap.handshake = wrapped(bootstrap.handshake, after=False)
+            joining.Joining.meet = wrapped(joining.Joining.meet, after=False)
         case "met":
-            bootstrap.handshake = wrapped(bootstrap.handshake, after=True)
+            joining.Joining.meet = wrapped(joining.Joining.meet, after=True)
         case "attached":
             bootstrap._open_channel = wrapped(bootstrap._open_channel, after=True)
         case _:
