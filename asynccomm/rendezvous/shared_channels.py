@@ -27,30 +27,30 @@ class ChannelPlace(NamedTuple):
     network: str
 
 
-_open: list[_SharedChannel] = []  # the channels of this process that jobs share
+_open: list[SharedChannel] = []  # the channels of this process that jobs share
 _lock = threading.RLock()  # reentrant: a comm collected while the lock is held also ends its lease
 
 
 @final
-class _SharedChannel:
+class SharedChannel:
     """A channel, the place and the ranks that it was opened for, and the number of its leases."""
 
     __slots__ = ("channel", "key", "leases", "members", "where")
 
     def __init__(self, channel: ControlChannel, where: ChannelPlace | None, members: Sequence[RankInfo]) -> None:
-        self.channel = channel
+        self.channel: ControlChannel = channel
         #: the same on all ranks; the tokens do not follow from it
         self.key: str = hashlib.sha256(b"shared channel" + channel.tokens.secret).hexdigest()[:16]
-        self.where = where
-        self.members = members
-        self.leases = 0
+        self.where: ChannelPlace | None = where
+        self.members: Sequence[RankInfo] = members
+        self.leases: int = 0
 
 
 @final
 class ChannelLease:
     """The use of a channel by one job; the channel ends with its last lease. From any thread."""
 
-    def __init__(self, shared: _SharedChannel) -> None:
+    def __init__(self, shared: SharedChannel) -> None:
         self._shared = shared
         self._ended = self._last = False
         with _lock:
@@ -64,7 +64,7 @@ class ChannelLease:
             where: None: no other job uses the channel.
             members: of the comm that has opened the channel, in rank order.
         """
-        shared = _SharedChannel(channel, where, members)
+        shared = SharedChannel(channel, where, members)
         with _lock:
             if where is not None:
                 _open.append(shared)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +15,10 @@ from asynccomm.backends.base import RankInfo
 from asynccomm.comm.session import Session
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.ops.validation import CommInfo
+from asynccomm.rendezvous import shared_channels
 from asynccomm.rendezvous.job import CommIdentity, Job, NameReservation
 from asynccomm.rendezvous.spec import StoreSession
+from tests.waiting import until
 
 
 def alone(room: MemoryStore, **options: Any) -> Session:
@@ -22,3 +27,16 @@ def alone(room: MemoryStore, **options: Any) -> Session:
     job = Job((room, 0), group, room, StoreSession(room, room.aclose))
     identity = CommIdentity(job, NameReservation((room, 0), "alone"), room, [member], [0], [0])
     return Session(group, CommOptions(**options), Mailbox(asyncio.get_running_loop()), identity)
+
+
+async def close(*sessions: Session) -> None:
+    """Close all ``sessions`` at once."""
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(session.aclose() for session in sessions))
+
+
+async def nothing_is_left() -> None:
+    """Wait until this process has no control channel."""
+    await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
+    await until(lambda: f"/{os.getpid()}/" not in Path("/proc/net/unix").read_text())
+    assert shared_channels._open == []

@@ -6,11 +6,8 @@ Most of what can go wrong is in ``test_connect`` and ``test_join``.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ from asynccomm.options import CommOptions
 from asynccomm.rendezvous.job import JobOrigin, NameReservation
 from asynccomm.rendezvous.spec import RendezvousSpec
 from asynccomm.store.base import Store
-from tests.waiting import until
+from tests.comm.sessions import close, nothing_is_left
 
 OPTIONS = CommOptions(timeout=10)
 SILENT = CommOptions(timeout=10, hints={"control": "off"})
@@ -40,16 +37,6 @@ def place(store: Store, rank: int, size: int) -> RendezvousSpec:
 async def made(store: Store, rank: int, size: int, options: CommOptions = OPTIONS, **more: Any) -> Session:
     group = CommInfo("c", rank, size, CPU)
     return await bootstrap(place(store, rank, size), group, "loopback", {"loopback": LoopbackBackend}, options, **more)
-
-
-async def close(*sessions: Session) -> None:
-    async with asyncio.timeout(20):
-        await asyncio.gather(*(session.aclose() for session in sessions))
-
-
-async def nothing_is_left() -> None:
-    await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
-    await until(lambda: f"/{os.getpid()}/" not in Path("/proc/net/unix").read_text())
 
 
 async def test_the_ranks_share_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import os
 import socket
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +30,7 @@ from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, resolve_spec
 from asynccomm.store.base import Store
 from asynccomm.store.server import listen, serve
 from asynccomm.store.shared import SharedClient
+from tests.comm.sessions import close, nothing_is_left
 from tests.waiting import until
 
 OPTIONS = CommOptions(timeout=10)
@@ -43,17 +41,6 @@ CPU = torch.device("cpu")
 def attempt(place: RendezvousSpec, *, limit: float = 10.0) -> Joining:
     group = CommInfo("c", place.rank, place.size, CPU)
     return Joining(place, group, "auto", SILENT, number=place.rank, shares=False, limit=limit)
-
-
-async def close(*sessions: Session) -> None:
-    async with asyncio.timeout(20):
-        await asyncio.gather(*(session.aclose() for session in sessions))
-
-
-async def nothing_is_left() -> None:
-    await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
-    await until(lambda: f"/{os.getpid()}/" not in Path("/proc/net/unix").read_text())
-    assert shared_channels._open == []
 
 
 async def test_the_end_of_a_given_store_is_an_error_at_once() -> None:
