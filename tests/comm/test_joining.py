@@ -172,7 +172,8 @@ def channels(sessions: Sequence[Session]) -> list[Any]:
     return [session.identity.job.channel for session in sessions]
 
 
-async def test_later_comms_use_the_channel_of_the_first_and_meet_over_it() -> None:
+async def test_later_comms_use_the_channel_of_the_first_and_meet_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining_module, "SOON_SECONDS", 3600.0)
     async with some_ranks() as ranks:
         assert await ranks.epoch_of("first")
         second, third = await asyncio.gather(ranks.all("second"), ranks.all("third"))
@@ -314,7 +315,7 @@ async def test_a_hello_of_a_rank_that_has_withdrawn_is_not_counted(again: CommOp
 
 
 async def test_a_rank_that_has_withdrawn_is_missing() -> None:
-    short = CommOptions(timeout=1.0)
+    short = CommOptions(timeout=3.0)
     async with some_ranks(3) as ranks:
         waiting = asyncio.ensure_future(ranks.rank(0, "second", short))
         while not await ranks.epoch_of("second"):
@@ -324,9 +325,9 @@ async def test_a_rank_that_has_withdrawn_is_missing() -> None:
         await ranks.wait(hello)
         first.cancel()
         await asyncio.wait([first])
-        with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not come within 1 s"):
+        with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not come within 3 s"):
             await ranks.rank(2, "second", short)
-        with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not come within 1 s"):
+        with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not come within 3 s"):
             await waiting
 
 
