@@ -11,13 +11,11 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable
-from typing import Final, TypeAlias, final
+from typing import TypeAlias, final
 
 from asynccomm.control.messages import ALL, ROOT, MeetingArrival, MeetingBegin, MeetingWithdrawal, WithdrawalAck
 from asynccomm.control.router import Router
 from asynccomm.control.transport.schema import JsonObject
-
-MEETING_BYTES: Final = 16  # of an epoch, in hexadecimal
 
 Outcome: TypeAlias = Callable[[MeetingBegin | None], object]
 
@@ -85,7 +83,7 @@ class Meetings:
         come[source] = arrival.terms
         if len(come) == len(ranks):
             del self._come[meeting]
-            self._router.send(ALL, MeetingBegin(meeting, secrets.token_hex(MEETING_BYTES // 2), _distinct(come)))
+            self._router.send(ALL, MeetingBegin(meeting, secrets.token_hex(8), _distinct(come)))
 
     def absent(self, meeting: str) -> set[int]:
         """The ranks that have not come to ``meeting``, or have withdrawn. From any thread."""

@@ -278,12 +278,11 @@ def met(beside: ChannelMeeting, name: str) -> HandshakeResult:
     """The result of a meeting that has begun. Raises: RendezvousError: the terms differ."""
     begin = beside.begin
     assert begin is not None
-    (first, expected), *others = begin.terms.items()
-    for rank, terms in others:
-        for key in sorted(expected.keys() | terms.keys()):
-            if expected.get(key) != terms.get(key):
-                sides = f"rank {first} has {expected.get(key)!r}, rank {rank} has {terms.get(key)!r}"
-                raise RendezvousError(f"comm {name!r}: {key} differs: {sides}")
+    expected = begin.terms[0]
+    for rank, terms in begin.terms.items():
+        for key, value in expected.items():
+            if terms.get(key) != value:
+                raise RendezvousError(f"comm {name!r}: {_differing(key, value, rank, terms.get(key))}")
     return HandshakeResult(begin.epoch, list(beside.lease.members), [], beside.tokens(begin.epoch))
 
 
@@ -414,11 +413,15 @@ def _mismatch(mine: _Hello, theirs: _VersionedHello, hellos: Mapping[int, _Hello
     rank = theirs.rank
     for key in ("version", "size", "backend", "ordering"):
         if getattr(theirs, key, None) != getattr(mine, key):
-            return f"{key} differs: rank 0 has {getattr(mine, key)!r}, rank {rank} has {getattr(theirs, key, None)!r}"
+            return _differing(key, getattr(mine, key), rank, getattr(theirs, key, None))
     if rank in hellos and isinstance(theirs, _Hello):
         first, second = (f"process {h.pid} on {h.host}" for h in (hellos[rank], theirs))
         return f"rank {rank} is taken twice, by {first} and {second}; each needs its own RANK"
     return ""
+
+
+def _differing(key: str, mine: object, rank: int, theirs: object) -> str:
+    return f"{key} differs: rank 0 has {mine!r}, rank {rank} has {theirs!r}"
 
 
 async def _reject(room: Store, nonces: Collection[str], reason: str) -> RendezvousError:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asynccomm.comm.comm import Comm
 from asynccomm.core.tasks import shielded
-from asynccomm.errors import AsyncCommError, BrokenError
+from asynccomm.errors import AsyncCommError
 from asynccomm.store.base import within
 from asynccomm.weights.buckets import Bucket, cut, total
 from asynccomm.weights.conversation import Conversation, Done, Fan, FinishedError, Go, Ready
@@ -157,17 +157,8 @@ class Dispatch:
         for old in [old for old in self._fans if {*old} & numbers]:
             _, comm = self._fans.pop(old)
             await comm.aclose()
-        making = asyncio.ensure_future(self._meeting.fan(self._rank, key, 0, len(group) + 1))
-        ends = [asyncio.ensure_future(_answer(member, job, attempt)) for member in group]
-        try:
-            await asyncio.wait([making, *ends], return_when=asyncio.FIRST_COMPLETED)
-            if not making.done():
-                raise BrokenError("a server did not wait for the fan")
-            return making.result()
-        finally:
-            for task in (making, *ends):
-                task.cancel()
-            await asyncio.gather(making, *ends, return_exceptions=True)
+        ends = [_answered(member, job, attempt) for member in group]
+        return await self._meeting.fan(self._rank, key, 0, len(group) + 1, ends, "a server did not wait for the fan")
 
     async def _each(
         self,
@@ -209,7 +200,11 @@ async def _check_living(member: ServerLink) -> None:
 
 async def _answer(member: ServerLink, job: int, attempt: int) -> str:
     """The error with which ``member`` ended the attempt; empty: it has received everything."""
-    while True:
-        done = await member.talk.hear(Done, job)
-        if done.attempt == attempt:
-            return done.error
+    await _answered(member, job, attempt)
+    return (await member.talk.hear(Done, job)).error
+
+
+async def _answered(member: ServerLink, job: int, attempt: int) -> None:
+    """Wait until ``member`` has ended the attempt; drops the answers to earlier ones."""
+    while (await member.talk.wait_for(Done, job)).attempt != attempt:
+        await member.talk.hear(Done, job)

@@ -12,11 +12,12 @@ Keys, under the publisher's name::
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from torch import distributed as dist
@@ -26,7 +27,7 @@ from asynccomm.comm.pairs import meet, meeting_place
 from asynccomm.comm.pending import PendingComm
 from asynccomm.control.timing import CONNECT_SECONDS
 from asynccomm.control.transport.schema import Message, dumps, loads
-from asynccomm.errors import StoreTimeoutError
+from asynccomm.errors import BrokenError, StoreTimeoutError
 from asynccomm.options import CommOptions, check_name
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
 from asynccomm.store.base import Store
@@ -137,8 +138,26 @@ class Meeting:
         """The comm of a trainer and a server."""
         return self._meet(f"pair/{trainer}/{server}", rank, 2, self.timeout)
 
-    async def fan(self, trainer: int, key: int, rank: int, size: int) -> Comm:
-        """Make a comm of a trainer and several servers. Cancelling is safe. Raises: RendezvousError, BackendError."""
+    async def fan(
+        self, trainer: int, key: int, rank: int, size: int, ends: Sequence[Coroutine[Any, Any, object]], reason: str
+    ) -> Comm:
+        """Make a comm of a trainer and several servers, until one of ``ends`` ends. Cancelling is safe.
+
+        Raises: RendezvousError, BackendError; BrokenError with ``reason`` after an end.
+        """
+        making = asyncio.ensure_future(self._fan(trainer, key, rank, size))
+        waiting = [asyncio.ensure_future(end) for end in ends]
+        try:
+            await asyncio.wait([making, *waiting], return_when=asyncio.FIRST_COMPLETED)
+            if not making.done():
+                raise BrokenError(reason)
+            return making.result()
+        finally:
+            for task in (making, *waiting):
+                task.cancel()
+            await asyncio.gather(making, *waiting, return_exceptions=True)
+
+    async def _fan(self, trainer: int, key: int, rank: int, size: int) -> Comm:
         comm = await self._meet(f"fan/{trainer}/{key}", rank, size, min(CONNECT_SECONDS, self.timeout))
         comm.set_timeout(self.timeout)
         return comm

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import final
 
 from torch import Tensor
 
 from asynccomm.comm.comm import Comm
-from asynccomm.errors import AsyncCommError, BrokenError
+from asynccomm.errors import AsyncCommError
 from asynccomm.weights.buckets import cut, total
 from asynccomm.weights.conversation import Conversation, Done, Ending, Go, Ready, TrainerMessage
 from asynccomm.weights.layout import Layout
@@ -80,18 +79,12 @@ class TrainerLink:
         if self._fan is not None and self._fan[0] == fan.key:
             return self._fan[1]
         await self._leave_fan("")
-        making = asyncio.ensure_future(self._meeting.fan(self._trainer, fan.key, fan.rank, fan.size))
-        next_order = asyncio.ensure_future(self.talk.wait_for(TrainerMessage, order.job))
-        try:
-            await asyncio.wait([making, next_order], return_when=asyncio.FIRST_COMPLETED)
-            if not making.done():
-                raise BrokenError("the trainer did not wait for the fan")
-            self._fan = fan.key, making.result()
-            return self._fan[1]
-        finally:
-            for task in (making, next_order):
-                task.cancel()
-            await asyncio.gather(making, next_order, return_exceptions=True)
+        next_order = self.talk.wait_for(TrainerMessage, order.job)
+        comm = await self._meeting.fan(
+            self._trainer, fan.key, fan.rank, fan.size, [next_order], "the trainer did not wait for the fan"
+        )
+        self._fan = fan.key, comm
+        return comm
 
     async def _leave_fan(self, reason: str) -> None:
         """Close the fan, if there is one; with a ``reason``: abort it."""

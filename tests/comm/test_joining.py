@@ -8,6 +8,7 @@ import math
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from asynccomm import AbortedError, MemoryStore, RendezvousError, StoreClient, StoreError
+from asynccomm import AbortedError, BackendError, MemoryStore, RendezvousError, StoreClient, StoreError
 from asynccomm.backends.registry import load_backend
+from asynccomm.comm import bootstrap as bootstrap_module
 from asynccomm.comm import joining as joining_module
 from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.comm.joining import Joining
@@ -26,8 +28,8 @@ from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 from asynccomm.rendezvous import job as job_module
 from asynccomm.rendezvous import shared_channels
-from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, resolve_spec
-from asynccomm.store.base import Store
+from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store, resolve_spec
+from asynccomm.store.base import Store, path_of
 from asynccomm.store.server import listen, serve
 from asynccomm.store.shared import SharedClient
 from tests.comm.sessions import close, nothing_is_left
@@ -36,6 +38,7 @@ from tests.waiting import until
 OPTIONS = CommOptions(timeout=10)
 SILENT = CommOptions(timeout=10, hints={"control": "off"})
 CPU = torch.device("cpu")
+HERE: ContextVar[int] = ContextVar("HERE")  # the rank of a task
 
 
 def attempt(place: RendezvousSpec, *, limit: float = 10.0) -> Joining:
@@ -128,6 +131,7 @@ class Ranks:
 
     async def rank(self, rank: int, name: str, options: CommOptions = OPTIONS, requested: str = "gloo") -> Session:
         size = self.size
+        HERE.set(rank)
         where = RendezvousSpec(rank, size, "asynccomm/run/0", host="127.0.0.1", port=self.port, hosting=rank == 0)
         group = CommInfo(name, rank, size, CPU)
         return await bootstrap(where, group, requested, {"gloo": load_backend("gloo", CPU)}, options)
@@ -158,11 +162,11 @@ class Ranks:
 
 
 @asynccontextmanager
-async def some_ranks(size: int = 2) -> AsyncIterator[Ranks]:
+async def some_ranks(size: int = 2, options: CommOptions = OPTIONS) -> AsyncIterator[Ranks]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         ranks = Ranks(sock.getsockname()[1], size)
-    ranks.first = await ranks.all("first")
+    ranks.first = await ranks.all("first", *[options] * size)
     yield ranks
     await close(*ranks.first)
     await nothing_is_left()
@@ -346,6 +350,29 @@ async def test_a_cancellation_that_is_cancelled_holds_no_rank_up() -> None:
         await close(*await ranks.all("second"))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_ranks_of_several_hosts_do_not_wait_for_one_that_gives_up(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{HERE.get()}")
+    exchange = bootstrap_module.exchange_addresses
+
+    async def exchange_or_fail(room: Store, joined: Any, sockets: Any, me: int, *arguments: Any) -> Any:
+        if me == rank and path_of(room).startswith("asynccomm/run/0/second/"):
+            raise LookupError("no address")
+        return await exchange(room, joined, sockets, me, *arguments)
+
+    monkeypatch.setattr(bootstrap_module, "exchange_addresses", exchange_or_fail)
+    hints = replace(OPTIONS, hints={"hostname": "127.0.0.1"})
+    async with some_ranks(options=hints) as ranks:
+        tasks = [asyncio.ensure_future(ranks.rank(each, "second", hints)) for each in range(2)]
+        async with asyncio.timeout(8):  # not the time limit
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(found[rank], LookupError)
+        assert isinstance(found[1 - rank], BackendError)
+        assert str(found[1 - rank]) == f"rank {rank} of 2: it gave up connecting"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_an_attempt_that_ends_with_its_loop_leaves_the_meeting() -> None:
     async with some_ranks() as ranks:
@@ -381,3 +408,14 @@ async def test_channels_of_pairs_are_not_shared() -> None:
         assert channels(second) == channels(ranks.first)
         await close(*second)
         await asyncio.gather(*(comm.aclose() for comm in pair))
+
+
+async def test_comms_of_a_given_store_share_a_channel_where_its_server_is_known() -> None:
+    async with some_ranks() as ranks:
+        client = await StoreClient.connect("127.0.0.1", ranks.port)
+        address = f"127.0.0.1:{ranks.port}"
+        for store, known in [(client, address), (client.prefix("a").prefix("b"), address), (MemoryStore(), "")]:
+            given = await connect_store(RendezvousSpec(1, 2, "asynccomm/run/0", store=store), 10.0)
+            assert given.address == known
+            await given.aclose()
+        await client.aclose()

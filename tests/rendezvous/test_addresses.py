@@ -16,7 +16,7 @@ from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.tables import pack_table
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import BackendError, StoreError
-from asynccomm.rendezvous.addresses import exchange_addresses
+from asynccomm.rendezvous.addresses import abandon_exchange, exchange_addresses
 from asynccomm.rendezvous.handshake import HandshakeResult
 from asynccomm.store.memory import MemoryStore
 
@@ -164,3 +164,19 @@ async def test_the_error_outlives_the_store(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(ranks.store, "add", lost)
         found = await outcomes([ranks.start(rank, {"interface": "no0"}) for rank in range(2)])
     assert {type(error) for error in found} == {BackendError}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_gives_up_before_the_exchange_ends_it(rank: int) -> None:
+    with Ranks(3) as ranks:
+        others = [ranks.start(other) for other in range(3) if other != rank]
+        await abandon_exchange(ranks.store, joined(3).members, rank)
+        for error in await outcomes(others):
+            assert isinstance(error, BackendError)
+            assert str(error) == f"rank {rank} of 3: it gave up connecting"
+
+
+async def test_ranks_of_one_host_exchange_nothing_that_could_be_abandoned() -> None:
+    store = MemoryStore()
+    await abandon_exchange(store, [RankInfo(rank, "host", rank) for rank in range(2)], 0)
+    assert await store.num_keys() == 0

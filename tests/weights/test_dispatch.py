@@ -148,7 +148,7 @@ async def test_a_server_that_leaves_while_its_fan_is_made_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, servers: int
 ) -> None:
     waits = asyncio.Event()
-    making = Meeting.fan
+    making = Meeting._fan
 
     async def fan(self: Meeting, trainer: int, key: int, rank: int, size: int) -> Comm:
         if rank == servers and size == servers + 1 and not waits.is_set():
@@ -156,7 +156,7 @@ async def test_a_server_that_leaves_while_its_fan_is_made_is_not_waited_for(
             await asyncio.get_running_loop().create_future()
         return await making(self, trainer, key, rank, size)
 
-    monkeypatch.setattr(Meeting, "fan", fan)
+    monkeypatch.setattr(Meeting, "_fan", fan)
     monkeypatch.setattr(meeting_module, "CONNECT_SECONDS", 3600.0)
     async with loopback_world(1) as comms:
         served = [Served(comms[0], state()) for _ in range(servers)]

@@ -60,7 +60,7 @@ async def test_servers_are_met_in_order_also_after_one_that_was_lost(monkeypatch
 async def test_pairs_and_fans() -> None:
     meeting = (await place(MemoryStore(), 7)).of(1)
     pair = await asyncio.gather(meeting.pair(0, 1, 0), meeting.pair(0, 1, 1))
-    fan = await asyncio.gather(*(meeting.fan(0, 1, rank, 3) for rank in range(3)))
+    fan = await asyncio.gather(*(meeting.fan(0, 1, rank, 3, [], "") for rank in range(3)))
     assert [comm.rank for comm in (*pair, *fan)] == [0, 1, 0, 1, 2]
     assert {comm.options.timeout for comm in fan} == {7}
     assert {comm.name for comm in pair} == {"w/1/pair/0/1"}

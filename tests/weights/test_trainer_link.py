@@ -53,12 +53,12 @@ async def test_attempts_and_the_end_of_the_job() -> None:
         link.get_ready()
         assert await trainer.hear(Ready) == Ready()
         trainer.say(Go(3, 0, Fan(1, 1, 2)))
-        fan = await meeting.fan(0, 1, 0, 2)
+        fan = await meeting.fan(0, 1, 0, 2, [], "")
         fan.abort("a first attempt that fails")
         done = await trainer.hear(Done)
         assert (done.attempt, done.error) == (0, "AbortedError: aborted by rank 0: a first attempt that fails")
         trainer.say(Go(3, 1, Fan(2, 1, 2)))
-        second = await meeting.fan(0, 2, 0, 2)
+        second = await meeting.fan(0, 2, 0, 2, [], "")
         await send(second, cut(PLAN, 16), WEIGHTS, LAYOUT)
         assert await trainer.hear(Done) == Done(3, 1)
         trainer.say(Go(3, 2, Fan(2, 1, 2)))  # over the same fan
@@ -97,7 +97,7 @@ async def test_leaving_while_a_version_arrives() -> None:
     async with linked() as (trainer, link, meeting):
         receiving = asyncio.ensure_future(link.receive(1, {"a": torch.zeros(4, 2)}, LAYOUT))
         trainer.say(Go(1, 0, Fan(1, 1, 2)))
-        fan = await meeting.fan(0, 1, 0, 2)
+        fan = await meeting.fan(0, 1, 0, 2, [], "")
         await fan.broadcast(torch.zeros(16, dtype=torch.uint8), 0)
         receiving.cancel()
         await asyncio.wait([receiving])
