@@ -224,15 +224,11 @@ async def _welcome(
     problem = ""
     while time.monotonic() < deadline:
         if len(nonces) == size - 1:
-            if problem or beside is None or any(hello.beside != beside.key for hello in hellos.values()):
+            pending = None if problem else _pending(beside, hellos)
+            if pending is None or await pending.failed(min(STALE_SECONDS, deadline - time.monotonic())):
                 break
-            if await beside.failed(max(0.0, min(STALE_SECONDS, deadline - time.monotonic()))):
-                break
-            stale = beside.absent() & hellos.keys() - {0}
-            for rank in stale:  # it has withdrawn, and may say hello again
+            for rank in pending.absent() & hellos.keys() - {0}:  # it has withdrawn, and may say hello again
                 nonces.discard(hellos.pop(rank).nonce)
-            if not stale and time.monotonic() >= deadline:
-                problem = f"the ranks did not meet over their control channel within {timeout:g} s"
             continue
         for theirs in await reader.arrivals(deadline):
             earlier = hellos.get(theirs.rank)
@@ -249,6 +245,8 @@ async def _welcome(
     if not problem and len(hellos) < size:
         missing = [rank for rank in range(size) if rank not in hellos]
         problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
+    if not problem and _pending(beside, hellos) is not None:
+        problem = f"the ranks did not meet over their control channel within {timeout:g} s"
     if problem:
         raise await _reject(room, nonces, f"comm {name!r}: {problem}")
     members, tokens = _as_listed([hellos[rank].member for rank in range(size)]), Tokens.random()
@@ -258,6 +256,13 @@ async def _welcome(
     await room.multi_set({f"answer/{nonce}": text for nonce in nonces})
     await room.check([])  # a round trip: the answers are stored; later losses of rank 0 are found by other means
     return _joined(epoch, members, tokens)
+
+
+def _pending(beside: ChannelMeeting | None, hellos: Mapping[int, _Hello]) -> ChannelMeeting | None:
+    """The meeting that all ranks name, unless it was called off: they meet there, or not at all."""
+    if beside is None or beside.called_off or any(hello.beside != beside.key for hello in hellos.values()):
+        return None
+    return beside
 
 
 def _joined(epoch: str, members: Sequence[Member], tokens: Tokens) -> HandshakeResult:

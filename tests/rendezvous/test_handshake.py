@@ -428,3 +428,50 @@ async def test_the_store_is_lost_meanwhile() -> None:
         results = await outcomes(task)
         assert "lost" in str(results[0])
     await client.aclose()
+
+
+class Beside:
+    """Stands for a meeting over a control channel, which does not begin."""
+
+    def __init__(self, key: str = "key", *, absent: set[int] | None = None) -> None:
+        self.key = key
+        self.called_off = False
+        self.asked = 0
+        self._absent = absent or set()
+
+    def absent(self) -> set[int]:
+        return self._absent
+
+    async def failed(self, limit: float) -> bool:
+        self.asked += 1
+        await asyncio.sleep(0.0 if self.called_off else limit)
+        return self.called_off
+
+
+async def test_ranks_that_come_to_one_meeting_are_not_answered(store: MemoryStore) -> None:
+    beside = Beside()
+    results = await outcomes(*(start(store, rank, beside=beside, timeout=0.6) for rank in range(2)))
+    for result in results:
+        assert isinstance(result, RendezvousError)
+        assert "the ranks did not meet over their control channel within 0.6 s" in str(result)
+    assert beside.asked
+
+
+async def test_ranks_are_answered_once_their_meeting_is_called_off(store: MemoryStore) -> None:
+    beside = Beside()
+    tasks = [start(store, rank, beside=beside) for rank in range(2)]
+    while not beside.asked:
+        await asyncio.sleep(0)
+    beside.called_off = True
+    check_same(await asyncio.gather(*tasks))
+
+
+async def test_ranks_that_come_to_different_meetings_are_answered(store: MemoryStore) -> None:
+    check_same(await asyncio.gather(*(start(store, rank, beside=Beside(f"key {rank}")) for rank in range(2))))
+
+
+async def test_a_rank_that_has_withdrawn_from_the_meeting_is_missing(store: MemoryStore) -> None:
+    beside = Beside(absent={0, 1})  # as rank 0 sees it once the meeting has begun
+    results = await outcomes(*(start(store, rank, beside=beside, timeout=1.2) for rank in range(2)))
+    assert isinstance(results[0], RendezvousError)
+    assert "ranks [1] of 2 did not come within 1.2 s" in str(results[0])
