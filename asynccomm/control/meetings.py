@@ -86,8 +86,9 @@ class Meetings:
             self._router.send(ALL, MeetingBegin(meeting, secrets.token_hex(8), _distinct(come)))
 
     def absent(self, meeting: str) -> set[int]:
-        """The ranks that have not come to ``meeting``, or have withdrawn. From any thread."""
-        return self._router.topology.contacts.keys() - self._come.get(meeting, {}).copy().keys()
+        """The ranks that have not come to ``meeting``, or have withdrawn; none once a rank is gone. From any thread."""
+        missing = self._router.topology.contacts.keys() - self._come.get(meeting, {}).copy().keys()
+        return missing if self._whole else set()  # asked last, as a departure ends the record of those that have come
 
     def on_withdrawal(self, source: int, withdrawal: MeetingWithdrawal) -> None:
         """Handle the withdrawal of a rank; too late, once the meeting has begun."""

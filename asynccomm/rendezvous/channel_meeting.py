@@ -131,7 +131,7 @@ class ChannelMeeting:
         return await asyncio.shield(self._outcome)
 
     def absent(self) -> set[int]:
-        """At rank 0: the ranks that have not come to the meeting, or have withdrawn."""
+        """At rank 0: see ``Meetings.absent``."""
         return self.lease.channel.meetings.absent(self._name)
 
     @property

@@ -443,7 +443,9 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
     except (asyncio.CancelledError, RendezvousError):
         for epoch in greeted:
             with contextlib.suppress(AsyncCommError):
-                await place.set(f"{epoch}/withdrawn/{mine.nonce}", b"")  # for a next attempt of this rank
+                # for a next attempt of this rank; and rank 0 does not wait for it to hear a rejection
+                keys = [f"{epoch}/{use}/{mine.nonce}" for use in ("withdrawn", "heard")]
+                await place.multi_set(dict.fromkeys(keys, b""))
         raise
 
 

@@ -167,8 +167,10 @@ async def some_ranks(size: int = 2, options: CommOptions = OPTIONS) -> AsyncIter
         sock.bind(("127.0.0.1", 0))
         ranks = Ranks(sock.getsockname()[1], size)
     ranks.first = await ranks.all("first", *[options] * size)
-    yield ranks
-    await close(*ranks.first)
+    try:
+        yield ranks
+    finally:
+        await close(*ranks.first)
     await nothing_is_left()
 
 
@@ -280,9 +282,9 @@ async def test_a_rank_that_closes_its_comms_meanwhile_is_met_at_the_store() -> N
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_cancelling_beside_another_comm_at_any_moment(rank: int) -> None:
     short = CommOptions(timeout=0.1)
-    connected = aborted = 0
+    connected = aborted = turns = 0
     async with some_ranks() as ranks:
-        for turns in range(0, 60, 3):
+        while turns < 60 or not (connected or aborted):  # it came as far as the backend
             tasks = [asyncio.ensure_future(ranks.rank(each, "second", short)) for each in range(2)]
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -295,7 +297,7 @@ async def test_cancelling_beside_another_comm_at_any_moment(rank: int) -> None:
                 aborted += 1
             await close(*(one for one in (mine, theirs) if isinstance(one, Session)))
             await close(*await ranks.all("second"))
-        assert connected or aborted  # it came as far as the backend
+            turns += 3
         assert all(each.error is None for each in ranks.first)
 
 

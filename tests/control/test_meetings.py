@@ -97,6 +97,18 @@ async def test_a_rank_that_withdraws_too_late_knows_that_it_is_counted() -> None
         assert None not in outcomes
 
 
+async def test_no_rank_is_absent_once_a_rank_is_gone() -> None:
+    """Departures end the record of the ranks that have come before their outcomes reach the loop."""
+    async with job("aaa") as found:
+        zero, one, two = found.channels
+        outcomes = come(one, "m")
+        await until(lambda: zero.meetings.absent("m") == {0, 2}, "the arrival")
+        await two.aclose()
+        await until(lambda: outcomes and not state(zero)[1], "the departure")
+        assert outcomes == [None]
+        assert zero.meetings.absent("m") == set()
+
+
 async def test_a_second_arrival_of_a_rank_is_refused() -> None:
     async with job("aa") as found:
         zero, one = found.channels

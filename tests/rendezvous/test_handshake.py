@@ -430,6 +430,20 @@ async def test_the_store_is_lost_meanwhile() -> None:
     await client.aclose()
 
 
+async def test_rank_0_does_not_wait_for_a_rank_that_has_withdrawn(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FAREWELL", 2 * LIMIT)
+    zero = start(store, 0, 3, timeout=0.6)
+    one = start(store, 1, 3)
+    epoch = (await store.get("world/epoch")).decode()
+    await store.wait([f"world/{epoch}/hello/1"], LIMIT)
+    one.cancel()
+    async with asyncio.timeout(LIMIT):
+        results = await outcomes(zero, one)
+    assert str(results[0]) == "comm 'world': ranks [2] of 3 did not come within 0.6 s"
+
+
 class Beside:
     """Stands for a meeting over a control channel, which does not begin."""
 
