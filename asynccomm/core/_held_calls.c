@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-static PyTypeObject *State_of_Work;
+static PyTypeObject *State_of_Work, *known_work;
 
 static int HeldCalls_traverse(PyObject *self, visitproc visit, void *arg)
 {
@@ -41,7 +41,7 @@ static PyType_Spec held_spec = {
 static int has_value(PyObject *object)
 {
     const WorkState *work = (WorkState *)object;
-    return PyType_IsSubtype(Py_TYPE(object), State_of_Work) && work->done && !work->captured && (!work->error || work->error == Py_None)
+    return core_is_kind(Py_TYPE(object), State_of_Work, &known_work) && work->done && !work->captured && (!work->error || work->error == Py_None)
            && (!work->finish || work->finish == Py_None);
 }
 

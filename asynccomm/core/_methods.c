@@ -13,7 +13,7 @@
 #define MOST_ITEMS 8
 
 PyTypeObject *Core_DirectPath;
-static PyTypeObject *Caller_Type;
+static PyTypeObject *Caller_Type, *known_caller, *known_path;
 
 /* The base of objects that have such methods. */
 typedef struct {
@@ -33,8 +33,8 @@ static int taken(const DirectMethod *method, PyObject *args, Py_ssize_t n, PyObj
 {
     *work = NULL;
     PyObject *object = PyTuple_GetItem(args, 0), *items[MOST_ITEMS];
-    PyObject *path = PyType_IsSubtype(Py_TYPE(object), Caller_Type) ? ((DirectCaller *)object)->fast : NULL;
-    if (!path || !PyType_IsSubtype(Py_TYPE(path), Core_DirectPath)) return 0;
+    PyObject *path = core_is_kind(Py_TYPE(object), Caller_Type, &known_caller) ? ((DirectCaller *)object)->fast : NULL;
+    if (!path || !core_is_kind(Py_TYPE(path), Core_DirectPath, &known_path)) return 0;
     Py_ssize_t count = 0, defaults = PyTuple_Size(method->defaults);
     items[count++] = method->check;
     for (Py_ssize_t k = 1; k <= n; k++) items[count++] = PyTuple_GetItem(args, k);

@@ -9,7 +9,7 @@
 #define STREAK_AWAITS 64
 #define STREAK_SECONDS 1e-3
 
-static PyTypeObject *Streak_Type, *Finished_Type;
+static PyTypeObject *Streak_Type, *Finished_Type, *known_streak;
 static PyObject *get_running_loop, *name_running, *name_wait, *name_report;
 
 /* ---- Streak ------------------------------------------------------------------------------------------------------- */
@@ -161,7 +161,7 @@ static int advance(WorkState *work)
 {
     PyObject *driver = work->driver;
     int other;
-    if (work->done || !driver || !PyType_IsSubtype(Py_TYPE(driver), Core_DirectPath) || !work->mailbox || !PyType_IsSubtype(Py_TYPE(work->mailbox), Streak_Type))
+    if (work->done || !driver || !PyType_IsSubtype(Py_TYPE(driver), Core_DirectPath) || !work->mailbox || !core_is_kind(Py_TYPE(work->mailbox), Streak_Type, &known_streak))
         return 0;
     int in_loop = core_in_loop((Streak *)work->mailbox, get_running_loop, name_running, &other);
     if (in_loop <= 0) return in_loop;
@@ -175,7 +175,7 @@ static int advance(WorkState *work)
 static int returns_at_once(WorkState *work)
 {
     if (!work->done || work->captured || (work->error && work->error != Py_None) || (work->finish && work->finish != Py_None)
-        || !work->mailbox || !PyType_IsSubtype(Py_TYPE(work->mailbox), Streak_Type))
+        || !work->mailbox || !core_is_kind(Py_TYPE(work->mailbox), Streak_Type, &known_streak))
         return 0;
     int other, in_loop = core_in_loop((Streak *)work->mailbox, get_running_loop, name_running, &other);
     return in_loop > 0 ? goes_on((Streak *)work->mailbox) : in_loop;

@@ -83,6 +83,16 @@ static inline void core_free(PyObject *self)
     Py_DECREF(type);
 }
 
+/* Whether `type` is `base` or derived from it, which takes a walk over all of its bases. The first type found, most often the
+ * only one, is kept in `known`. */
+static inline int core_is_kind(PyTypeObject *type, PyTypeObject *base, PyTypeObject **known)
+{
+    if (type == *known) return 1;
+    if (!PyType_IsSubtype(type, base)) return 0;
+    if (!*known) Py_INCREF((PyObject *)type), *known = type;
+    return 1;
+}
+
 /* Take a lock, if that needs no wait; whether it was taken. */
 static inline int core_try_lock(ReentrantLock *lock)
 {

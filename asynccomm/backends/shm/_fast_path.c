@@ -773,7 +773,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
     DO(files) DO(passed_files) DO(recent) DO(notes) DO(note) DO(profiler) DO(lock) DO(driven) DO(driver) DO(arm) DO(waited) DO(waiters) DO(deciding) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
-    DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
+    DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt) DO(scopes.storage_of)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
 {
@@ -844,7 +844,7 @@ static int fill_questions(Questions *ask, PyObject *functions)
 
 /* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, passed_files, recent, notes, note,
  * profiler, lock, driven, queue, inbox, tensor, parameter, questions, values, short_bytes, (patience, short_wait),
- * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
+ * (queues, works, settled, overdue, note, learn, adopt, storage_of, fused_limit)) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     FastPath *f = (FastPath *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -852,13 +852,13 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     double patience;
     PyObject *functions;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!O(OOO!O!O)OOOOO!O!L(dd)(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!O!O!OOO!O!O(OOO!O!O)OOOOO!O!L(dd)(O!O!OOOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &PySet_Type, &f->passed_files, Log_Type, &f->recent, &f->notes, &f->note, &PyDict_Type,
                                   &f->profiler, Lock_Type, &f->lock, &f->driven, &f->driver, &f->arm, &PySet_Type, &f->waited, &PyList_Type, &f->waiters, &f->deciding,
                                   &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &functions, &PyTuple_Type, &f->values, &short_bytes, &patience, &f->short_wait,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
-                                  &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
+                                  &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.storage_of, &f->scopes.fused_limit);
 #define HOLD(name) Py_XINCREF((PyObject *)f->name);
     OBJECTS(HOLD)
     if (parsed && !PyType_IsSubtype(f->work_type, State_of_Work)) {

@@ -15,9 +15,9 @@
 #include <string.h>
 #include <structmember.h>
 
-static PyTypeObject *HeldCall_Type, *HeldCalls_Type;
+static PyTypeObject *HeldCall_Type, *HeldCalls_Type, *known_queue;
 static PyObject *current_tasks; /* of Python 3.11, where `current_task` is Python code; NULL in later versions */
-static PyObject *current_task, *get_running_loop, *name_running, *name_untyped_storage, *name_settle;
+static PyObject *current_task, *get_running_loop, *name_running, *name_settle;
 
 /* ---- holding ------------------------------------------------------------------------------------------------------ */
 
@@ -41,7 +41,7 @@ int core_queue_of(FastPath *f, HeldCalls **queue)
         owner = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     }
     PyObject *found = owner ? PyDict_GetItemWithError(f->scopes.queues, owner) : NULL;
-    if (found && PyType_IsSubtype(Py_TYPE(found), HeldCalls_Type)) {
+    if (found && core_is_kind(Py_TYPE(found), HeldCalls_Type, &known_queue)) {
         *queue = (HeldCalls *)found;
         Py_INCREF(found);
     }
@@ -60,7 +60,7 @@ HeldCall *core_new_held(const FastPath *f, Entry *entry, const Tensors *tensors,
     for (int k = 1, number = 0; held->tensors && k < arguments->count; k++) {
         Py_ssize_t n = core_tensors_in(f, arguments->items[k]);
         for (Py_ssize_t j = 0; j < n; j++, number++) {
-            PyObject *storage = PyObject_CallMethodObjArgs(core_tensor_in(arguments->items[k], j), name_untyped_storage, NULL);
+            PyObject *storage = PyObject_CallFunctionObjArgs(f->scopes.storage_of, core_tensor_in(arguments->items[k], j), NULL);
             if (!storage) {
                 Py_DECREF((PyObject *)held);
                 return NULL;
@@ -91,13 +91,18 @@ int core_give_work(const FastPath *f, HeldCall *held, PyObject *driver, PyObject
     return 0;
 }
 
-int core_settle(FastPath *f, WorkState *work, double now)
+int core_is_deciding(const FastPath *f)
+{
+    PyObject *locked = PyObject_CallNoArgs(f->deciding);
+    Py_XDECREF(locked);
+    return locked ? locked != Py_False : -1;
+}
+
+int core_settle(FastPath *f, WorkState *work, double now, int deciding)
 {
     if (work->done) return 0; /* another thread has aborted the comm */
-    PyObject *locked = PyObject_CallNoArgs(f->deciding); /* another thread may be doing so */
-    if (!locked) return -1;
-    Py_DECREF(locked);
-    int plain = locked == Py_False && (!work->waiters || !PyObject_Size(work->waiters))
+    if (deciding < 0 && (deciding = core_is_deciding(f)) < 0) return -1;
+    int plain = !deciding && (!work->waiters || !PyObject_Size(work->waiters))
                 && (!work->listeners || !PyObject_Size(work->listeners)) && (!work->callbacks || !PyObject_Size(work->callbacks));
     if (!plain) {
         PyObject *none = PyObject_CallMethodObjArgs((PyObject *)work, name_settle, NULL);
@@ -385,7 +390,7 @@ static PyObject *groups_from(const Flush *flush, int first)
 static int conclude(Flush *flush, int gc)
 {
     FastPath *f = flush->f;
-    int done = flush->started < 0 ? -flush->started - 1 : flush->started, failed = 0;
+    int done = flush->started < 0 ? -flush->started - 1 : flush->started, failed = 0, deciding = -1;
     PyObject *left = NULL;
     if (done < flush->group_count) failed = !(left = groups_from(flush, done));
     if (left && !failed) { /* before any other code of Python can make calls, which come after these */
@@ -405,8 +410,11 @@ static int conclude(Flush *flush, int gc)
     for (int g = 0; g < done && !failed; g++)
         for (int k = flush->groups[g].first; k >= 0 && !failed; k = flush->next[k]) {
             WorkState *work = flush->calls[k]->work;
-            failed = core_settle(f, work, now) < 0;
+            if (deciding < 0) failed = (deciding = core_is_deciding(f)) < 0;
+            int settled = failed ? -1 : core_settle(f, work, now, deciding);
+            failed = settled < 0;
             if (!failed) core_note(f, work);
+            if (!settled || f->counts->noted_calls) deciding = -1; /* Python code has run, and other threads perhaps */
         }
     if (failed) core_break_comm(f);
     return failed ? -1 : 0;
@@ -566,7 +574,6 @@ int core_add_scopes(PyObject *module)
     HeldCalls_Type = states ? (PyTypeObject *)PyObject_GetAttrString(states, "HeldCalls") : NULL;
     Py_XDECREF(states);
     if (!HeldCalls_Type || !get_running_loop || !(name_running = PyUnicode_InternFromString("__asyncio_running_event_loop__"))
-        || !(name_untyped_storage = PyUnicode_InternFromString("untyped_storage"))
         || !(name_settle = PyUnicode_InternFromString("settle")) || !(HeldCall_Type = (PyTypeObject *)PyType_FromSpec(&held_spec)))
         return -1;
     return PyModule_AddObjectRef(module, "HeldCall", (PyObject *)HeldCall_Type);

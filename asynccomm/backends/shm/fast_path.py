@@ -133,6 +133,7 @@ def fast_path(
             calls.note_deadline,
             partial(recipe_of_held, executor, calls, limits),
             calls.adopt_held,
+            Tensor.untyped_storage,
             calls.fused_limit,
         ),
     )
