@@ -1,17 +1,20 @@
 """``dispatch`` and ``combine`` with gradients.
 
-The tensors travel outside of autograd, and a node of the graph is put behind them: its backward sends the gradients the
-opposite way and waits for them. One node has all tensors of a call, so that a call has one place in the order of the
-gradients. With gradients enabled the nodes are there on every rank, whether its tensors need gradients or not: a
-backward pass runs the same collectives everywhere.
+The tensors travel outside of autograd, between two nodes of the graph: one behind the inputs, made at the call, and one
+before the results, made when the Work is read. In the backward pass, the latter keeps the gradients of the results, and
+the former sends them the opposite way and waits for those of the inputs. autograd runs nodes that were made in one
+thread in the opposite order, so all ranks send gradients in the opposite order of their calls, also where they read the
+Works in another order. With gradients enabled the nodes are there on every rank, whether its tensors need gradients or
+not: a backward pass runs the same collectives everywhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast, final
+from typing import Any, SupportsIndex, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -62,20 +65,20 @@ def dispatch(
     if not torch.is_grad_enabled():
         return comm.dispatch(hidden, routing, extras, sizes, timeout=timeout, tag=tag)
     inputs = list(given.values())
-    travels = GradientTravel(comm, timeout, tag)
     numbers = [i for i, each in enumerate(inputs) if _differentiable(each) and (i == 0 or each.requires_grad)]
+    way = GradientWay(comm, timeout, tag)
 
     def link(received: list[Tensor], path: Path) -> list[Tensor]:
         if numbers:
-            results = [received[i] for i in numbers]
-            linked = travels.behind(results, path.back, _anchor(hidden), [inputs[i] for i in numbers])
+            linked = way.end([received[i] for i in numbers], begin, path.back)
             for i, tensor in zip(numbers, linked, strict=True):
                 received[i] = tensor
         return received
 
     note = f", gradients of {numbers}"
     call = experts.dispatch(comm._group, hidden, routing, extras, sizes, link, note)
-    return travels.send(call._replace(finish=_with_gradients(cast(Any, call.finish))))
+    begin = way.begin(_anchor(hidden), [inputs[i] for i in numbers])
+    return way.send(call._replace(finish=_with_gradients(cast(Any, call.finish))))
 
 
 def combine(
@@ -83,8 +86,8 @@ def combine(
 ) -> Work[Tensor]:
     """:meth:`Comm.combine` with gradients of ``rows``, and of the weights of the dispatch.
 
-    ``rows`` are read at the call. Each rank's loss must depend on the result, also where the rank has no tokens:
-    ``result.sum()`` is enough. Backward is that of :func:`dispatch`.
+    Where the dispatch had a routing, ``rows`` are read at the call. Each rank's loss must depend on the result, also
+    where the rank has no tokens: ``result.sum()`` is enough. Backward is that of :func:`dispatch`.
 
     Args:
         sent: the result of :func:`dispatch` on ``comm``.
@@ -98,18 +101,18 @@ def combine(
         return comm.combine(rows, sent, timeout=timeout, tag=tag)
     experts.check_rows(comm._group, rows, sent)
     partial = sent.partial_sums(rows)
-    travels = GradientTravel(comm, timeout, tag)
+    way = GradientWay(comm, timeout, tag)
     # through the anchor, backward reaches the node of the dispatch even on a rank without rows
-    anchor = sent.hidden if sent.hidden.requires_grad else _anchor(rows)
+    begin = way.begin(sent.hidden if sent.hidden.requires_grad else _anchor(rows), [partial])
     call = sent.path.back(partial)
     add_up = call.finish
 
     def finish(received: Tensor) -> Tensor:
         result = received if add_up is None else add_up(received)
-        (linked,) = travels.behind([result], sent.path.forth, anchor, [partial])
+        (linked,) = way.end([result], begin, sent.path.forth)
         return linked
 
-    return travels.send(call._replace(finish=_with_gradients(finish)))
+    return way.send(call._replace(finish=_with_gradients(finish)))
 
 
 def local_experts(
@@ -124,53 +127,82 @@ def local_experts(
 
 
 @final
-class GradientTravel(NamedTuple):
-    """Sends tensors, and later their gradients, on ``comm``."""
+class GradientWay:
+    """The way of the gradients of one call on ``comm``, from its results to its inputs."""
 
-    comm: Comm
-    timeout: float | timedelta | None
-    tag: str | None
+    def __init__(self, comm: Comm, timeout: float | timedelta | None, tag: str | None) -> None:
+        self._comm = comm
+        self._timeout = timeout
+        self._tag = tag
+        # weak, as the Work has the results, and their graph has this way
+        self._work: weakref.ref[Work[Any]] | None = None
+        self._number = -1  # of the call
+        self._opposite: Callable[[Tensor], Call] | None = None  # the call for a gradient
+        self.gradients: Sequence[Tensor] = ()  #: of the results, in a backward pass
 
     def send(self, call: Call) -> Work[Any]:
-        return self.comm._submit(call, self.timeout, None, self.tag)
+        """Submit the call itself."""
+        work = self._comm._submit(call, self._timeout, None, self._tag)
+        self._work = weakref.ref(work)
+        return work
 
-    def behind(
-        self, results: list[Tensor], opposite: Callable[[Tensor], Call], anchor: Tensor, inputs: list[Tensor]
-    ) -> Sequence[Tensor]:
-        """``results`` in the graph: their gradients travel by ``opposite`` and become those of ``inputs``."""
+    def begin(self, anchor: Tensor, inputs: list[Tensor]) -> Tensor:
+        """Put the node of ``inputs`` into the graph; a tensor that leads from the node of the results to it."""
+        return cast(Tensor, cast(Any, _Inputs).apply(self, anchor, *inputs))
 
-        def returned(gradients: Sequence[Tensor]) -> list[Tensor]:
-            if self.comm.device.type == "cpu" and asyncio._get_running_loop() is not None:
-                raise WouldBlockError(
-                    "backward() through dispatch() and combine() waits for the other ranks and would block the event "
-                    "loop of this thread: use `await asyncio.to_thread(loss.backward)`"
-                )
-            works = [self.send(opposite(gradient)) for gradient in gradients]
-            return [work.wait() for work in works]
+    def end(self, results: list[Tensor], begin: Tensor, opposite: Callable[[Tensor], Call]) -> Sequence[Tensor]:
+        """``results`` in the graph: their gradients travel by ``opposite`` and become those of the inputs."""
+        work = None if self._work is None else self._work()
+        if work is not None:
+            self._number = work.seq
+        self._opposite = opposite
+        return cast(Sequence[Tensor], cast(Any, _Results).apply(self, begin, results))
 
-        linked: Sequence[Tensor] = cast(Any, _Travelled).apply(returned, results, anchor, *inputs)
-        return linked
+    def returned(self) -> list[Tensor]:
+        """The gradients of the inputs. Sends those of the results, and waits for the other ranks."""
+        if self._comm.device.type == "cpu" and asyncio._get_running_loop() is not None:
+            raise WouldBlockError(
+                "backward() through dispatch() and combine() waits for the other ranks and would block the event "
+                "loop of this thread: use `await asyncio.to_thread(loss.backward)`"
+            )
+        assert self._opposite is not None
+        # in the tag, the number shows gradients of different calls that meet
+        tag = f"gradients of #{self._number}" if self._tag is None else f"{self._tag}, gradients of #{self._number}"
+        calls = [self._opposite(gradient) for gradient in self.gradients]
+        self.gradients = ()
+        works = [self._comm._submit(call, self._timeout, None, tag) for call in calls]
+        return [work.wait() for work in works]
 
 
 @final
-class _Travelled(torch.autograd.Function):
-    """Results that came from other ranks, as functions of this rank's tensors."""
+class _Inputs(torch.autograd.Function):
+    """The node of the tensors of a call: sends the gradients of its results, and has their gradients in return."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        returned: Callable[[Sequence[Tensor]], list[Tensor]],
-        results: list[Tensor],
-        anchor: Tensor,
-        *inputs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.returned = returned
+    def forward(ctx: Any, way: GradientWay, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.way = way
+        return torch.zeros(0, device=anchor.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, None, *ctx.way.returned()
+
+
+@final
+class _Results(torch.autograd.Function):
+    """The node of tensors that came from other ranks: keeps their gradients for the node of the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, way: GradientWay, begin: Tensor, results: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.way = way
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, None, *ctx.returned(gradients)
+        ctx.way.gradients = gradients
+        return None, torch.zeros(0, device=gradients[0].device), None
 
 
 def _differentiable(tensor: object) -> bool:

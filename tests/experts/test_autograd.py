@@ -135,6 +135,63 @@ async def test_ranks_without_rows_take_part_in_backward() -> None:
         await asyncio.gather(*(program(comm) for comm in comms))
 
 
+@pytest.mark.parametrize("sizes", [[1, 1], None])
+async def test_gradients_travel_by_the_order_of_the_calls_not_of_the_awaits(sizes: list[int] | None) -> None:
+    async def program(comm: Comm) -> None:
+        tensors = [torch.full((1, 3), scale, requires_grad=True) for scale in (1.0, 10.0)]
+        routing = None if sizes else Routing(torch.tensor([[1 - comm.rank]]), 2)
+        works = [experts.dispatch(comm, tensor, routing, sizes=sizes) for tensor in tensors]
+        sent: dict[int, Any] = {}
+        for number in (0, 1) if comm.rank else (1, 0):
+            sent[number] = await works[number]
+        rows = [sent[number].hidden * (number + 2) for number in ((1, 0) if comm.rank else (0, 1))]
+        if comm.rank:
+            rows.reverse()
+        results = [experts.combine(comm, rows[number], sent[number]) for number in (0, 1)]
+        total = (await results[1]).sum() + (await results[0]).sum()
+        await asyncio.to_thread(total.backward)
+        of_all = 2 if sizes else 1
+        assert [tensor.grad.unique().tolist() for tensor in tensors] == [[2 * of_all], [3 * of_all]]  # type: ignore[union-attr]
+
+    async with loopback_world(2) as comms:
+        await asyncio.gather(*(program(comm) for comm in comms))
+
+
+@pytest.mark.parametrize("routing", [None, Routing(torch.tensor([[0], [0]]), 1)])
+async def test_tensors_may_change_once_their_operation_is_done(routing: Routing | None) -> None:
+    async with loopback_world(1) as (comm,):
+        hidden = torch.ones(2, 3, requires_grad=True)
+        copy = hidden * 1
+        dispatched = experts.dispatch(comm, copy, routing)
+        await comm.barrier()
+        copy.mul_(10)
+        sent = await dispatched
+        rows = sent.hidden * 2
+        combined = experts.combine(comm, rows, sent)
+        await comm.barrier()
+        if routing is None:  # else autograd refuses it, as the sums need the rows
+            rows.mul_(10)
+        result = await combined
+        assert result.unique().tolist() == [2]
+        await asyncio.to_thread(result.sum().backward)
+        assert hidden.grad is not None
+        assert hidden.grad.unique().tolist() == [2]
+
+
+async def test_gradients_of_different_calls_never_meet() -> None:
+    """As where one rank makes its calls in several threads: each has its own order in the backward pass."""
+
+    async def program(comm: Comm) -> None:
+        tensors = [torch.ones(1, 3, requires_grad=True) for _ in range(2)]
+        sent = [await experts.dispatch(comm, tensor, Routing(torch.tensor([[0]]), 2)) for tensor in tensors]
+        first = sent[comm.rank].hidden.sum()
+        with pytest.raises(CollectiveMismatchError, match=r"tag='gradients of #[01]'"):
+            await asyncio.to_thread(first.backward)
+
+    async with loopback_world(2) as comms:
+        await asyncio.gather(*(program(comm) for comm in comms))
+
+
 async def test_the_mode_at_the_call_decides() -> None:
     async with loopback_world(1) as (comm,):
         hidden, routing = torch.ones(2, 3, requires_grad=True), Routing(torch.tensor([[0], [0]]), 1)
