@@ -129,6 +129,9 @@ def reduce_scatter_single(comm: TorchComm, input: Tensor, op: ReduceOpLike = Red
 def all_to_all_single(comm: TorchComm, input: Tensor) -> Tensor:
     """Chunk r of dim 0 of ``input`` for rank r; the result has this rank's chunks of all ranks, in rank order."""
     _check(comm, "input", input)
+    size = comm.get_size()
+    if not input.dim() or len(input) % size:
+        raise RefusedError(f"input must have a dim 0 that {size} divides, got shape {tuple(input.shape)}")
     return torch.ops.asynccomm.all_to_all(input, comm.operator_name)  # type: ignore[no-any-return]
 
 

@@ -33,6 +33,11 @@ WRONG: Final[list[tuple[Callable[[TorchComm, Tensor], Any], type[Exception], str
         "input_split_sizes must not be",
     ),
     (
+        lambda comm, x: functional.all_to_all_single(comm, torch.cat([x, x[:1]])),
+        RuntimeError,
+        r"input must have a dim 0 that 2 divides, got shape \(3, 2\)",
+    ),
+    (
         lambda comm, x: functional.reduce_scatter(comm, [x, x[:1]]),
         RuntimeError,
         "input_list must have tensors of one shape",
