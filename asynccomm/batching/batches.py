@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from asynccomm.backends.base import Backend, HeldCall, Submission
 from asynccomm.batching.composite import FusedWork
 from asynccomm.batching.fusion import fuse
@@ -12,6 +14,7 @@ from asynccomm.batching.plan import Item, item_of, plan
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 from asynccomm.ops import Call, Op
+from asynccomm.ops.validation import check_unfreed, extent_of
 
 
 class FusedOp(NamedTuple):
@@ -53,8 +56,10 @@ class Batch(NamedTuple):
 def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox) -> list[Batch]:
     """The batches of ``held``, the operations of a rank of ``size``, none of them numbered or submitted yet.
 
-    Raises: ValueError if the operations cannot be submitted together.
+    Raises: ValueError if the operations cannot be submitted together, or memory of a tensor was freed since the call.
     """
+    for submission in held:
+        _check_memory(submission)
     batches = []
     items = [planned(submission) for submission in held]
     limits = backend.fusion_limit, backend.fused_limit
@@ -71,11 +76,21 @@ def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox:
 
 def planned(submission: Submission) -> Item:
     """The planner's view of an operation."""
+    return item_of(submission.op, submission.inputs, submission.outputs, _given(submission))
+
+
+def _given(submission: Submission) -> Sequence[Tensor]:
+    """The tensors of parcels, and those that inputs are copies of."""
     if not submission.parcels and not submission.copies:
-        return item_of(submission.op, submission.inputs, submission.outputs)
+        return ()
     given = [tensor for parcel in submission.parcels for tensor in parcel.tensors]
-    given += [tensor for _, tensor in submission.copies]
-    return item_of(submission.op, submission.inputs, submission.outputs, given)
+    return given + [tensor for _, tensor in submission.copies]
+
+
+def _check_memory(submission: Submission) -> None:
+    inputs, outputs = submission.inputs, submission.outputs
+    for tensor in (*inputs, *(() if outputs is inputs else outputs), *_given(submission)):
+        check_unfreed(tensor.untyped_storage(), extent_of(tensor), tensor.shape, tensor.dtype)
 
 
 def _fused(members: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox) -> FusedOp:

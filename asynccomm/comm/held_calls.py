@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asynccomm.backends.base import HeldCall, Submission
 from asynccomm.ops import Call, Several
-from asynccomm.ops.validation import CommInfo
+from asynccomm.ops.validation import CommInfo, check_unfreed
 
 
 def checked_call(group: CommInfo, arguments: Sequence[Any]) -> Call:
@@ -44,11 +44,7 @@ def restored(held: HeldCall) -> list[Any]:
         same = (argument.data_ptr(), argument.shape, argument.dtype) == (address, shape, dtype)
         if same and argument.is_contiguous():  # as all tensors are that the fast path holds
             return argument
-        if storage.nbytes() < (offset + math.prod(shape)) * dtype.itemsize:
-            raise ValueError(
-                f"the memory of a tensor (shape {tuple(shape)}, {dtype}) was freed between its call and the end of its "
-                f"operation"
-            )
+        check_unfreed(storage, (offset + math.prod(shape)) * dtype.itemsize, shape, dtype)
         strides = torch.empty(shape, device="meta").stride()
         return torch.empty(0, dtype=dtype, device=argument.device).set_(storage, offset, shape, strides)
 

@@ -85,7 +85,7 @@ def check_no_tangent(name: str, tensor: object) -> None:
 def check_memory(name: str, tensor: Tensor, key: int | str | None = None) -> None:
     """Check that a tensor has memory, and its storage reaches to its last element; it may have been resized."""
     try:
-        there, needed = tensor.untyped_storage().nbytes(), _extent(tensor)
+        there, needed = tensor.untyped_storage().nbytes(), extent_of(tensor)
     except (RuntimeError, ValueError) as exc:  # of torch.func and vmap, and of lazy parameters
         raise ValueError(f"{_named(name, key)} has no memory ({type(tensor).__name__}): {exc}") from exc
     if there < needed:
@@ -95,6 +95,20 @@ def check_memory(name: str, tensor: Tensor, key: int | str | None = None) -> Non
         )
     if needed and not _has_memory(tensor):
         raise ValueError(f"{_named(name, key)} has no memory ({type(tensor).__name__} of shape {tuple(tensor.shape)})")
+
+
+def check_unfreed(storage: torch.UntypedStorage, end: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Check that the memory of a tensor of a call that waited is there still.
+
+    Args:
+        storage: of the tensor at the call.
+        end: of the tensor's last element, in bytes from the start of the storage.
+    """
+    if storage.nbytes() < end:
+        raise ValueError(
+            f"the memory of a tensor (shape {tuple(shape)}, {dtype}) was freed between its call and the end of its "
+            f"operation"
+        )
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -111,7 +125,7 @@ def _named(name: str, key: int | str | None) -> str:
     return name if key is None else f"{name}[{key!r}]"
 
 
-def _extent(tensor: Tensor) -> int:
+def extent_of(tensor: Tensor) -> int:
     """Bytes from the start of the storage to the end of the last element."""
     n = tensor.numel()
     if not n:

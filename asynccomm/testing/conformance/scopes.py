@@ -171,6 +171,27 @@ async def nested_scopes_and_exceptions(comm: Comm) -> None:
     expect_equal(await comm.all_reduce(tensor), total, "all_reduce after a scope that was left by an exception")
 
 
+async def memory_that_is_freed_in_a_scope(comm: Comm) -> None:
+    for layout in (torch.clone, strided):
+        kept = sample(comm.rank, (6,))
+        for free in (0, 8):
+            freed = layout(sample(comm.rank, (6,)))
+            message = ""
+            try:
+                async with comm.coalesce() as batch:
+                    comm.all_reduce(kept)
+                    comm.all_reduce(freed)
+                    freed.untyped_storage().resize_(free)
+            except ValueError as exc:
+                message = str(exc)
+            assert "was freed between its call and the end of its operation" in message, f"of {free} bytes: {message!r}"
+            for work in batch.works:
+                assert isinstance(work.exception(), NotSentError), f"{work.op} has no memory: {work!r}"
+        expect_equal(kept, sample(comm.rank, (6,)), "a tensor of a scope with another one that was freed")
+    total = reduced(everyones(comm.size, (6,)), ReduceOp.SUM)
+    expect_equal(await comm.all_reduce(kept), total, "all_reduce after a scope without its memory")
+
+
 async def scopes_with_suspensions_of_their_own(comm: Comm) -> None:
     """Check scopes in which ranks suspend at different points, while other tasks on them use the comm as well."""
     chaos = random.Random(f"{comm.name} {comm.rank}")
