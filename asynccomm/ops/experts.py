@@ -118,13 +118,13 @@ def dispatch(
     if sizes is not None:
         raise ValueError(f"sizes must be None with a routing, which decides them; got {sizes!r}")
     route = Route.of(group, routing, len(hidden))
-    tensors.append(routing.experts)
-    if routing.weights is not None:
-        tensors.append(routing.weights)
     rooms = [empty(t, [len(route.tokens), *t.shape[1:]]) for t in tensors]
+    copies = [(partial(_select, room, route.tokens), t) for room, t in zip(rooms, tensors, strict=True)]
+    for part in (routing.experts, routing.weights):
+        if part is not None:  # read now: the program may change them
+            rooms.append(part.detach().index_select(0, route.tokens))
     shares = list(zip(*[dims.parts_along(room, 0, route.sends) for room in rooms], strict=True))
     note = f"{note}, experts {route.placement.checksum:#x}, {'with' if routing.weights is not None else 'no'} weights"
-    copies = [(partial(_select, room, route.tokens), t) for room, t in zip(rooms, tensors, strict=True)]
     finish = partial(_by_expert, group, route, len(hidden), len(extras), link)
     call = variable.exchange(group, "dispatch", shares, finish, note, shared=False)
     return call._replace(copies=tuple(copies))

@@ -68,3 +68,23 @@ async def tokens_that_an_operation_in_flight_writes(comm: Comm) -> None:
         expect_equal(await combining, total * factors, f"{tokens} tokens that are being summed")
         for work in works:
             await work
+
+
+async def routings_that_change_after_the_call(comm: Comm) -> None:
+    for tokens in (3, 3001):
+        hidden, routing, kept = (
+            sample(comm.rank, (tokens, 6)) % 64,
+            _routing(comm.rank, tokens),
+            _routing(comm.rank, tokens),
+        )
+        assert routing.weights is not None
+        async with comm.coalesce():
+            sending = comm.dispatch(hidden, routing)
+            routing.experts.fill_(-1)
+            routing.weights.fill_(0)
+        sent = await sending
+        parts = zip(sent.experts, sent.hidden.split_with_sizes(sent.expert_counts), strict=True)
+        rows = torch.cat([sent.hidden[:0], *[part * (expert + 1) for expert, part in parts]])
+        expect_equal(
+            await comm.combine(rows, sent), _expected(hidden, kept), f"{tokens} tokens by the routing of the call"
+        )
