@@ -236,12 +236,13 @@ def layout_of(numbers: Sequence[int]) -> int:
     return zlib.crc32(array("Q", numbers).tobytes()) % 0xFFFFFF + 1
 
 
-def layout_of_shares(counts: Sequence[int], dim: int = 0) -> int:
+def layout_of_shares(counts: Sequence[int], dim: int = 0, shape: Sequence[int] = ()) -> int:
     """The layout of shares along ``dim``; ranks that use different dimensions get different layouts.
 
-    Along dim 0 it equals the layout of a list. ``counts`` is empty if all shares are equal.
+    Along dim 0 it equals the layout of a list. ``counts`` is empty if all shares are equal. Of ``shape``, that of a
+    share, the extents along the other dimensions count.
     """
-    numbers = [dim, *counts] if dim else counts
+    numbers = [dim, *shape[:dim], *shape[dim + 1 :], *counts] if dim else counts
     return layout_of(numbers) if numbers else 0
 
 

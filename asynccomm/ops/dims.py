@@ -39,7 +39,7 @@ def all_gather_single(group: CommInfo, output: Tensor | None, input: Tensor, dim
         return AllGatherSingle.of(group, output, input)
     output = whole_of(group, "output", output, "input", input, _with(shape, along, group.size * shape[along]))
     views = parts_along(output, along, [shape[along]] * group.size)
-    return Call(AllGather.of_counts(input.dtype, [input.numel()], along), (input,), views, output)
+    return Call(AllGather.of_counts(input.dtype, [input.numel()], along, shape), (input,), views, output)
 
 
 def all_gather_v(group: CommInfo, output: Tensor | None, input: Tensor, sizes: object, dim: SupportsIndex) -> Call:
@@ -56,7 +56,7 @@ def all_gather_v(group: CommInfo, output: Tensor | None, input: Tensor, sizes: o
     if along == 0 and len(set(extents)) == 1:
         return Call(AllGatherSingle(*moved(input.dtype, input.numel())), (input,), (output,), output)
     views = parts_along(output, along, extents)
-    op = AllGather.of_counts(input.dtype, [view.numel() for view in views], along)
+    op = AllGather.of_counts(input.dtype, [view.numel() for view in views], along, input.shape)
     return Call(op, (input,), views, output)
 
 
@@ -100,7 +100,9 @@ def _reduce_scatter(
         return Call(ReduceScatterSingle(input.dtype, output.numel(), reduction), (input,), (output,), output)
     views = parts_along(input, along, extents)
     numel, counts = counts_of([view.numel() for view in views])
-    value = ReduceScatter(input.dtype, numel, reduction, layout=layout_of_shares(counts, along), counts=counts)
+    value = ReduceScatter(
+        input.dtype, numel, reduction, layout=layout_of_shares(counts, along, input.shape), counts=counts
+    )
     return Call(value, views, (output,), output)
 
 
@@ -111,7 +113,7 @@ def gather_single(
     rank = check_rank(group, "root", root)
     check_tensor(group, "input", input)
     shape, along = _shape(input, dim)
-    op = Gather(*moved(input.dtype, input.numel()), rank, layout=layout_of_shares((), along))
+    op = Gather(*moved(input.dtype, input.numel()), rank, layout=layout_of_shares((), along, shape))
     if rank != group.rank:
         if output is not None:
             raise ValueError(_not_here("output", group, rank, output))
@@ -130,9 +132,10 @@ def scatter_single(
             raise ValueError(_not_here("input", group, rank, input))
         if output is None:
             raise ValueError(f"output must be given off the root (rank {rank}), which alone knows its shape; got None")
-        if as_index(dim) is None:  # only the root can check ``dim`` against the input
-            raise TypeError(f"dim must be an integer, got {dim!r}")
-        return Scatter.of(group, output, None, rank)
+        check_tensor(group, "output", output, written=True)
+        shape, along = _shape(output, dim, "output")
+        op = Scatter(*moved(output.dtype, output.numel()), rank, layout=layout_of_shares((), along, shape))
+        return Call(op, (), (output,), output)
     if input is None:
         raise ValueError(f"input must be given on the root (rank {rank}), got None")
     check_tensor(group, "input", input)
@@ -143,7 +146,7 @@ def scatter_single(
         )
     part = input.shape[along] // group.size
     output = whole_of(group, "output", output, "input", input, _with(input.shape, along, part))
-    op = Scatter(*moved(input.dtype, output.numel()), rank)
+    op = Scatter(*moved(input.dtype, output.numel()), rank, layout=layout_of_shares((), along, input.shape))
     return Call(op, parts_along(input, along, [part] * group.size), (output,), output)
 
 
@@ -223,11 +226,11 @@ def whole_of(
     return tensor
 
 
-def _shape(tensor: Tensor, dim: SupportsIndex) -> tuple[Sequence[int], int]:
+def _shape(tensor: Tensor, dim: SupportsIndex, name: str = "input") -> tuple[Sequence[int], int]:
     """The shape and the dimension, counted from 0; a scalar counts as a vector of one element."""
     if not tensor.dim() and as_index(dim) in (0, -1):
         return [1], 0
-    return tensor.shape, check_dim(dim, tensor, "input")
+    return tensor.shape, check_dim(dim, tensor, name)
 
 
 def _not_here(name: str, group: CommInfo, root: int, value: object) -> str:

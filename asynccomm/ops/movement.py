@@ -85,11 +85,11 @@ class AllGather(TensorOp):
         return Call(cls.of_counts(source.dtype, numels), (source,), tuple(outputs), tensor_list)
 
     @classmethod
-    def of_counts(cls, dtype: torch.dtype, numels: Sequence[int], dim: int = 0) -> AllGather:
-        """``numels[r]`` elements from each rank r, gathered along ``dim``."""
+    def of_counts(cls, dtype: torch.dtype, numels: Sequence[int], dim: int = 0, shape: Sequence[int] = ()) -> AllGather:
+        """``numels[r]`` elements from each rank r, gathered along ``dim``, where shares have ``shape`` elsewhere."""
         real, each = moved(dtype, 1)
         numel, counts = counts_of([each * n for n in numels])
-        return cls(real, numel, layout=layout_of_shares(counts, dim), counts=counts)
+        return cls(real, numel, layout=layout_of_shares(counts, dim, shape), counts=counts)
 
     @classmethod
     def of_several(cls, group: CommInfo, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Call:

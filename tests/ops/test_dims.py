@@ -52,7 +52,7 @@ def test_all_gather_along_a_dim() -> None:
     output, source = t(2, 12, 3), t(2, 4, 3)
     for dim in (1, -2, np.int64(1)):
         call = all_gather_single(GROUP, output, source, dim)
-        assert call.op == AllGather(F, 24, layout=layout_of([1]))
+        assert call.op == AllGather(F, 24, layout=layout_of([1, 2, 3]))
         assert call.inputs[0] is source
         assert are_parts(call.outputs, output, 1, [4] * 3)
         assert call.result is output
@@ -93,7 +93,7 @@ def test_a_scalar_counts_as_a_vector() -> None:
 def test_reduce_scatter_along_a_dim() -> None:
     output, source = t(2, 4, 3), t(2, 12, 3)
     call = reduce_scatter_single(GROUP, output, source, SUM, -2)
-    assert call.op == ReduceScatter(F, 24, SUM, layout=layout_of([1]))
+    assert call.op == ReduceScatter(F, 24, SUM, layout=layout_of([1, 2, 3]))
     assert are_parts(call.inputs, source, 1, [4] * 3)
     assert call.outputs[0] is call.result is output
     text = fails(ValueError, reduce_scatter_single, GROUP, None, t(3, 4), SUM, 1)
@@ -104,7 +104,7 @@ def test_all_gather_v() -> None:
     output, source = t(2, 8), t(2, 4)
     call = all_gather_v(GROUP, output, source, (1, 4, 3), -1)
     counts = (2, 8, 6)
-    assert call.op == AllGather(F, 8, layout=layout_of([1, *counts]), counts=counts)
+    assert call.op == AllGather(F, 8, layout=layout_of([1, 2, *counts]), counts=counts)
     assert are_parts(call.outputs, output, 1, [1, 4, 3])
     assert call.result is output
     assert all_gather_v(GROUP, None, t(0, 2), [0, 0, 0], 0).op == AllGatherSingle(F, 0)
@@ -117,12 +117,12 @@ def test_sizes_that_are_all_equal() -> None:
     assert call.op == AllGatherSingle(F, 8)
     assert call.outputs[0] is call.result is output
     call = all_gather_v(GROUP, None, source, [2, 2, 2], 1)
-    assert call.op == AllGather(F, 8, layout=layout_of([1]))
+    assert call.op == AllGather(F, 8, layout=layout_of([1, 4]))
     call = reduce_scatter_v(GROUP, source, output, [4, 4, 4], SUM, 0)
     assert call.op == ReduceScatterSingle(F, 8, SUM)
     assert call.outputs[0] is call.result is source
     call = reduce_scatter_v(GROUP, None, t(2, 6), [2, 2, 2], SUM, 1)
-    assert call.op == ReduceScatter(F, 4, SUM, layout=layout_of([1]))
+    assert call.op == ReduceScatter(F, 4, SUM, layout=layout_of([1, 2]))
 
 
 @pytest.mark.parametrize("sizes", [[1, 4, 3], [4, 4, 4]], ids=["uneven", "equal"])
@@ -145,7 +145,7 @@ def test_reduce_scatter_v() -> None:
     output, source = t(2, 4), t(2, 8)
     call = reduce_scatter_v(GROUP, output, source, [1, 4, 3], SUM, 1)
     counts = (2, 8, 6)
-    assert call.op == ReduceScatter(F, 8, SUM, layout=layout_of([1, *counts]), counts=counts)
+    assert call.op == ReduceScatter(F, 8, SUM, layout=layout_of([1, 2, *counts]), counts=counts)
     assert are_parts(call.inputs, source, 1, [1, 4, 3])
     assert call.outputs[0] is call.result is output
     assert reduce_scatter_v(GROUP, None, t(12), None, SUM, 0).op == ReduceScatterSingle(F, 4, SUM)
@@ -155,12 +155,12 @@ def test_reduce_scatter_v() -> None:
 def test_gather_single() -> None:
     output, source = t(2, 12), t(2, 4)
     call = gather_single(GROUP, output, source, RANK, -1)
-    assert call.op == Gather(F, 8, RANK, layout=layout_of([1]))
+    assert call.op == Gather(F, 8, RANK, layout=layout_of([1, 2]))
     assert are_parts(call.outputs, output, 1, [4] * 3)
     assert call.result is output
     assert are_parts(gather_single(GROUP, t(6, 4), source, RANK, 0).outputs, t(6, 4), 0, [2] * 3) is False, "no copy"
     there = gather_single(GROUP, None, source, 0, -1)
-    assert there.op == Gather(F, 8, 0, layout=layout_of([1]))
+    assert there.op == Gather(F, 8, 0, layout=layout_of([1, 2]))
     assert (there.outputs, there.result) == ((), None)
     text = fails(ValueError, gather_single, GROUP, output, source, 0, 1)
     assert text == "output must be None off the root: this is rank 1, the root is 0, got Tensor"
@@ -169,13 +169,33 @@ def test_gather_single() -> None:
 def test_scatter_single() -> None:
     output, source = t(2, 4), t(2, 12)
     call = scatter_single(GROUP, output, source, RANK, -1)
-    assert call.op == Scatter(F, 8, RANK)
+    assert call.op == Scatter(F, 8, RANK, layout=layout_of([1, 2]))
     assert are_parts(call.inputs, source, 1, [4] * 3)
     assert call.outputs[0] is call.result is output
     there = scatter_single(GROUP, output, None, 0, -1)
-    assert there.op == Scatter(F, 8, 0)
+    assert there.op == Scatter(F, 8, 0, layout=layout_of([1, 2]))
     assert there.inputs == ()
     assert there.outputs[0] is there.result is output
+    assert scatter_single(GROUP, t(), None, 0, -1).op == Scatter(F, 1, 0), "a vector of one element"
+    text = fails(ValueError, scatter_single, GROUP, output, None, 0, 2)
+    assert text == "dim must be in [-2, 2) for output of shape (2, 4), got 2"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda *shape: all_gather_single(GROUP, None, t(*shape), 1),
+        lambda *shape: all_gather_v(GROUP, None, t(*shape), [0, shape[1], 1], 1),
+        lambda *shape: reduce_scatter_single(GROUP, None, t(shape[0], 3 * shape[1]), SUM, 1),
+        lambda *shape: gather_single(GROUP, None, t(*shape), 0, 1),
+        lambda *shape: scatter_single(GROUP, t(*shape), None, 0, 1),
+    ],
+)
+def test_shapes_that_differ_along_other_dims_do_not_fit(use: Callable[..., Any]) -> None:
+    one, other = use(2, 6), use(6, 2)
+    assert one.op.numel == other.op.numel
+    assert not one.op.fits(other.op)
+    assert one.op.fits(use(2, 6).op)
 
 
 def test_scatter_single_of_nothing() -> None:
