@@ -11,9 +11,10 @@ This module alone decides which reductions are legal for which dtypes:
 | complex      | yes     | no              | no            | yes        |
 | float8       | yes     | yes             | no            | yes        |
 
-AVG of integers truncates towards zero. SUM of bools is a logical or, as with ``torch.add``. Complex numbers have no
-order, and a product of their real views would be garbage. Of the float8 types, only those that NCCL supports can be
-reduced, e4m3fn and e5m2; the others, and dtypes that are not in the table, can only be moved (broadcast, gather, ...).
+AVG of integers truncates towards zero; that of int64 is wrong where the sum exceeds int64, and no other is. SUM of
+bools is a logical or, as with ``torch.add``. Complex numbers have no order, and a product of their real views would be
+garbage. Of the float8 types, only those that NCCL supports can be reduced, e4m3fn and e5m2; the others, and dtypes that
+are not in the table, can only be moved (broadcast, gather, ...).
 """
 
 from __future__ import annotations
