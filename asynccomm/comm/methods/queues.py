@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, SupportsIndex, Unpack, final
+from typing import Any, SupportsIndex, Unpack, final
 
 import anyio.to_thread
 
@@ -16,15 +17,15 @@ from asynccomm.backends.addresses import choose_address
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.methods.groups import distinct
 from asynccomm.comm.pending import PendingComm
+from asynccomm.core.tasks import detach
 from asynccomm.errors import AsyncCommError, BackendError, StoreError
 from asynccomm.ops.validation import check_rank
 from asynccomm.options import check_name, seconds
 from asynccomm.queues.meeting import QueueHost, attach
 from asynccomm.queues.options import QueueArguments, QueueHandle, QueueOptions
 from asynccomm.queues.queue import MessageQueue
-from asynccomm.store.base import Store, within
-
-PROBLEM: Final = "problem: "  # in the place of a handle, if the queue cannot be made
+from asynccomm.queues.terms import QueueTerms, TermsMeeting
+from asynccomm.store.base import within
 
 Ranks = Sequence[SupportsIndex]
 
@@ -80,7 +81,7 @@ class Queues(CommBase):
             reader: the only reader, in place of ``writer``.
             writers: ranks that write; None: all others.
             name: tells queues with the same ranks apart that tasks make in different orders.
-            timeout: seconds to wait for the ranks; None: the comm's time limit.
+            timeout: seconds to wait for the ranks; None: the comm's time limit. Ranks may differ in it.
             arguments: ``capacity``, bytes of the ring (8 MiB). ``overflow="drop_oldest"``: a writer never waits, and a
                 slow reader loses the oldest items, which its ``dropped`` counts. ``on_lost="continue"``: go on without
                 lost ends. ``address``: listen on TCP at this interface, so that ends on other hosts can attach; where
@@ -89,9 +90,13 @@ class Queues(CommBase):
                 ``busy_poll``: seconds in which a reader polls for the next item before it sleeps. The item comes
                 sooner; a core is busy meanwhile, and the other tasks of the loop run between looks of 50 us.
 
-        Raises: TypeError, ValueError at the call, naming the argument; from awaiting: BackendError, which names the
-            ranks that did not come, or on all ranks the ``address`` that cannot be used; ClosedError, BrokenError.
-            Cancelling the await is safe.
+        Raises: TypeError, ValueError at the call, naming the argument; from awaiting: ValueError on all ranks if
+            ``writer`` or ``reader`` differs; BackendError, which names the ranks that did not come or the rank that
+            gave up, or on all ranks the ``address`` that cannot be used; ClosedError, BrokenError.
+
+        Cancelling the await is safe; the other ranks get a BackendError. A queue is identified by its ranks, ``name``
+        and the number of earlier queues with both. A call that fails on one rank fails on all of them, also on a rank
+        that calls later, so they meet again at their next calls.
         """
         if writer is not None and reader is not None:
             raise ValueError(f"reader must be None if there is one writer, got reader={reader!r}, writer={writer!r}")
@@ -112,44 +117,57 @@ class Queues(CommBase):
         options = QueueOptions(**arguments)
         limit = seconds("timeout", timeout, self.options.timeout)
         self._submitter.check_open()
-        room = self._session.identity.child_prefix(f"{one} {name}", [host, *members])
+        ranks = sorted([host, *members])
+        room = self._session.identity.child_prefix(f"queue {name}", ranks)  # one place, also if the arguments differ
+        terms = QueueTerms(*((host, None) if reader is None else (None, host)))
 
         async def connect() -> MessageQueue:
             self._submitter.check_loop()
             self._submitter.check_open()
-            if self.rank == host:
-                queue = await self._host(reader is None, options, members, room, limit)
-            else:
-                queue = await self._member(host, options, room, limit)
+            meeting = TermsMeeting(room, self.rank, ranks, terms)
+            try:
+                if self.rank == host:
+                    queue = await self._host(reader is None, options, members, meeting, limit)
+                else:
+                    queue = await self._member(host, options, meeting, limit)
+            except (Exception, asyncio.CancelledError) as exc:  # other ones end the loop
+                reason = "it was cancelled" if isinstance(exc, asyncio.CancelledError) else str(exc)
+                detach(asyncio.ensure_future(meeting.give_up(reason)))
+                raise
             self._session.dependents.add(queue)
             return queue
 
         return PendingComm(connect)
 
     async def _host(
-        self, writes: bool, options: QueueOptions, members: Sequence[int], room: Store, limit: float
+        self, writes: bool, options: QueueOptions, members: Sequence[int], meeting: TermsMeeting, limit: float
     ) -> MessageQueue:
         try:
             async with within(limit):
                 host, handle = await self._open(writes, options, members)
         except TimeoutError as exc:
             raise BackendError(f"the queue could not be made within {limit:g} s") from exc
-        except BackendError as exc:
-            with suppress(StoreError, TimeoutError):
-                async with within(limit):
-                    await room.set("handle", f"{PROBLEM}{exc}")
-            raise
+        queue = host.queue(handle)
         try:
-            async with within(limit):
-                await room.set("handle", handle.text())
-                await self._while_open(host.ready)
-            return host.queue(handle)
-        except TimeoutError as exc:
-            host.close()
-            raise BackendError(f"ranks {host.missing} did not come to the queue within {limit:g} s") from exc
+            await self._agree(meeting, limit, queue.handle)
+            await self._complete(host, meeting, limit)
         except BaseException:
-            host.close()
+            queue.leave(failed=True)  # for the ranks that have attached
             raise
+        return queue
+
+    async def _complete(self, host: QueueHost, meeting: TermsMeeting, limit: float) -> None:
+        """Wait until all ranks have attached. Raises: BackendError."""
+        left = asyncio.ensure_future(meeting.left())
+        try:
+            if not await self._done_within(limit, host.ready, left):
+                raise BackendError(f"ranks {host.missing} did not attach to the queue within {limit:g} s")
+            if left.done():
+                left.result()
+        finally:
+            left.cancel()
+        with suppress(StoreError):
+            await meeting.tidy()
 
     async def _open(self, writes: bool, options: QueueOptions, members: Sequence[int]) -> tuple[QueueHost, QueueHandle]:
         """Raises: BackendError."""
@@ -177,33 +195,38 @@ class Queues(CommBase):
         )
         return chosen.address
 
-    async def _member(self, host: int, options: QueueOptions, room: Store, limit: float) -> MessageQueue:
-        getting = asyncio.ensure_future(self._attach(options, room))
+    async def _agree(self, meeting: TermsMeeting, limit: float, handle: str = "") -> str:
+        """The handle of the host. Raises: BackendError: ranks are missing, or gave up; ValueError: the terms differ."""
+        agreeing = asyncio.ensure_future(meeting.agree(handle))
         try:
-            async with within(limit):
-                await self._while_open(getting)
-                return getting.result()
-        except TimeoutError as exc:
-            raise BackendError(f"rank {host} did not come to the queue within {limit:g} s") from exc
+            if await self._done_within(limit, agreeing):
+                return agreeing.result()
+        finally:
+            agreeing.cancel()
+        return await meeting.late(limit)
+
+    async def _member(self, host: int, options: QueueOptions, meeting: TermsMeeting, limit: float) -> MessageQueue:
+        handle = QueueHandle.parse(await self._agree(meeting, limit))
+        attaching = asyncio.ensure_future(attach(handle, options, self.rank, self.name))
+        try:
+            if not await self._done_within(limit, attaching):
+                raise BackendError(f"rank {host} did not answer to this rank within {limit:g} s")
+            return attaching.result()
         except BaseException:
-            if getting.done() and not getting.cancelled() and getting.exception() is None:
-                getting.result().leave(failed=True)
+            if attaching.done() and not attaching.cancelled() and attaching.exception() is None:
+                attaching.result().leave(failed=True)
             raise
         finally:
-            getting.cancel()
+            attaching.cancel()
 
-    async def _attach(self, options: QueueOptions, room: Store) -> MessageQueue:
-        text = (await room.get("handle", float("inf"))).decode(errors="replace")
-        if text.startswith(PROBLEM):
-            raise BackendError(text.removeprefix(PROBLEM))
-        return await attach(QueueHandle.parse(text), options, self.rank, self.name)
-
-    async def _while_open(self, future: asyncio.Future[Any]) -> None:
-        """Wait for ``future``. Raises: the error of the comm, if the comm ends before."""
+    async def _done_within(self, limit: float, *futures: asyncio.Future[Any]) -> bool:
+        """Wait for one of ``futures``, up to ``limit`` seconds. Raises: the error of the comm, if that ends before."""
         watch = _CommWatch(self.loop)
         self._session.dependents.add(watch)
         self._submitter.check_open()
-        either: list[asyncio.Future[Any]] = [future, watch.ended]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not future.done():
+        either: list[asyncio.Future[Any]] = [*futures, watch.ended]
+        timeout = None if limit == math.inf else limit
+        done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if done == {watch.ended}:
             raise watch.ended.result()
+        return bool(done)

@@ -22,6 +22,7 @@ from asynccomm import (
     QueueError,
     attach_queue,
 )
+from asynccomm.queues.meeting import attach
 from asynccomm.queues.options import QueueHandle
 from asynccomm.testing.local import loopback_world
 from tests.pretended_hosts import comm_on
@@ -109,8 +110,100 @@ async def test_ranks_that_do_not_come_are_named() -> None:
     async with loopback_world(3) as comms:
         with pytest.raises(BackendError, match=r"ranks \[1, 2\] did not come to the queue within 0.05 s"):
             await comms[0].queue(name="a", timeout=0.05)
-        with pytest.raises(BackendError, match=r"rank 0 did not come to the queue within 0.05 s"):
+        with pytest.raises(BackendError, match=r"ranks \[0, 2\] did not come to the queue within 0.05 s"):
             await comms[1].queue(name="b", timeout=0.05)
+
+
+async def carries_an_item(comm: Comm, **arguments: Any) -> bool:
+    async with comm.queue(**arguments) as queue:
+        if queue.role == "writer":
+            await queue.put(1)
+            return True
+        return await queue.get() == 1
+
+
+@pytest.mark.ranks(2)
+async def test_ranks_meet_at_the_next_call_after_one_of_them_came_too_late(comm: Comm) -> None:
+    for early in (0, 1):
+        if comm.rank == early:
+            with pytest.raises(BackendError, match=rf"ranks \[{1 - early}\] did not come to the queue within 0.05 s"):
+                await comm.queue(timeout=0.05)
+            await comm.barrier()
+        else:
+            await comm.barrier()
+            with pytest.raises(BackendError, match=rf"within 0.05 s, the limit of rank {early}"):
+                await comm.queue()
+        assert await carries_an_item(comm)
+
+
+@pytest.mark.ranks(2)
+async def test_ranks_that_disagree_on_the_writer_are_told_and_meet_at_the_next_call(comm: Comm) -> None:
+    assert await carries_an_item(comm)
+    for number, arguments in enumerate([{"writer": comm.rank}, {"writer": 1 - comm.rank}]):
+        text = f"writer must be the same on all ranks of the queue, got {number} on rank 0 and {1 - number} on rank 1"
+        with pytest.raises(ValueError, match=text):
+            await comm.queue(**arguments)
+    with pytest.raises(ValueError, match="writer must be the same on all ranks of the queue, got 0 on rank 0 and None"):
+        await comm.queue(**{"reader" if comm.rank else "writer": 0})  # type: ignore[arg-type]
+    assert await carries_an_item(comm)
+    assert await carries_an_item(comm, writer=1)
+
+
+async def test_a_rank_that_is_cancelled_gives_up_on_all_ranks() -> None:
+    async with loopback_world(3) as comms:
+        waiting = [asyncio.ensure_future(comm.queue()._connect()) for comm in comms[:2]]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        for call in (waiting[0], comms[2].queue()):
+            with pytest.raises(BackendError, match="rank 1 gave up the queue: it was cancelled"):
+                await call
+        assert await asyncio.gather(*map(carries_an_item, comms)) == [True] * 3
+
+
+@pytest.mark.parametrize("one", ["writer", "reader"])
+async def test_a_rank_that_gives_up_after_others_have_attached_ends_their_queue(
+    one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(handle: QueueHandle, options: Any, rank: int, comm: str) -> MessageQueue:
+        return await (asyncio.Event().wait() if rank == 2 else attach(handle, options, rank, comm))  # type: ignore
+
+    async with loopback_world(3) as comms:
+        with monkeypatch.context() as patch:
+            patch.setattr("asynccomm.comm.methods.queues.attach", never)
+            host, member, leaver = (
+                asyncio.ensure_future(comm.queue(timeout=limit, **{one: 0})._connect())  # type: ignore[arg-type]
+                for comm, limit in zip(comms, (30, 30, 0.05), strict=True)
+            )
+            with pytest.raises(BackendError, match=r"rank 0 did not answer to this rank within 0.05 s"):
+                await leaver
+            with pytest.raises(BackendError, match="rank 2 gave up the queue: rank 0 did not answer"):
+                await host
+            queue = await member
+            if one == "writer":
+                with pytest.raises(QueueError):
+                    await queue.get()
+            else:
+                with pytest.raises(ClosedError):
+                    await put_until_it_fails(queue)
+            await queue.aclose()
+        assert await asyncio.gather(*map(carries_an_item, comms)) == [True] * 3
+
+
+async def test_ranks_that_do_not_attach_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async with loopback_world(2) as comms:
+        monkeypatch.setattr("asynccomm.comm.methods.queues.attach", never)
+        member = asyncio.ensure_future(comms[1].queue()._connect())
+        with pytest.raises(BackendError, match=r"ranks \[1\] did not attach to the queue within 0.05 s"):
+            await comms[0].queue(timeout=0.05)
+        member.cancel()
+
+
+async def put_until_it_fails(queue: MessageQueue) -> None:
+    while True:
+        await queue.put(bytes(1 << 20))
 
 
 async def test_queues_of_the_same_ranks_are_told_apart() -> None:
