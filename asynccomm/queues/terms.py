@@ -34,6 +34,9 @@ class QueueTerms(Message, frozen=True):
 
     writer: int | None
     reader: int | None
+    capacity: int
+    overflow: str
+    on_lost: str
 
 
 @final

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asynccomm.errors import BackendError, StoreProtocolError
 from asynccomm.queues.terms import QueueTerms, TermsMeeting
 from asynccomm.store.memory import MemoryStore
 from tests.waiting import until
 
-TERMS = QueueTerms(0, None)
+TERMS = QueueTerms(0, None, 1 << 14, "wait", "raise")
 
 
 def meetings(store: MemoryStore, *terms: QueueTerms) -> list[TermsMeeting]:
@@ -38,10 +40,19 @@ async def test_all_ranks_get_the_handle_of_the_host_and_no_key_stays(order: tupl
     assert await store.num_keys() == 0
 
 
-async def test_a_difference_is_named_on_all_ranks() -> None:
-    parts = meetings(MemoryStore(), TERMS, TERMS, QueueTerms(None, 4))
+@pytest.mark.parametrize(
+    ("different", "values"),
+    [
+        ({"writer": None, "reader": 4}, "0 on rank 0 and None on rank 4"),
+        ({"capacity": 1 << 18}, "16384 on rank 0 and 262144 on rank 4"),
+        ({"overflow": "drop_oldest"}, "'wait' on rank 0 and 'drop_oldest' on rank 4"),
+        ({"on_lost": "continue"}, "'raise' on rank 0 and 'continue' on rank 4"),
+    ],
+)
+async def test_a_difference_is_named_on_all_ranks(different: dict[str, Any], values: str) -> None:
+    parts = meetings(MemoryStore(), TERMS, TERMS, replace(TERMS, **different))
     got = await asyncio.gather(*(part.agree("handle") for part in parts), return_exceptions=True)
-    text = "writer must be the same on all ranks of the queue, got 0 on rank 0 and None on rank 4"
+    text = f"{next(iter(different))} must be the same on all ranks of the queue, got {values}"
     assert [(type(each), str(each)) for each in got] == [(ValueError, text)] * 3
 
 

@@ -71,9 +71,10 @@ class Queues(CommBase):
                 else:
                     async for item in queue: ...
 
-        ``await`` it, or better ``async with`` it, on all ranks that take part, with the same arguments. Each reader
-        gets every item, in order. A single reader gets the items of each writer in order. The queue does not use the
-        backend, and is not part of the sequence of collectives.
+        ``await`` it, or better ``async with`` it, on all ranks that take part, with the same arguments; each rank has
+        a ``timeout``, ``expect``, ``weights_only``, ``max_bytes`` and ``busy_poll`` of its own, and ``address`` is that
+        of the writer, or of the single reader. Each reader gets every item, in order. A single reader gets the items of
+        each writer in order. The queue does not use the backend, and is not part of the sequence of collectives.
 
         Args:
             writer: the only writer; rank 0 unless ``reader`` is given.
@@ -81,7 +82,7 @@ class Queues(CommBase):
             reader: the only reader, in place of ``writer``.
             writers: ranks that write; None: all others.
             name: tells queues with the same ranks apart that tasks make in different orders.
-            timeout: seconds to wait for the ranks; None: the comm's time limit. Ranks may differ in it.
+            timeout: seconds to wait for the ranks; None: the comm's time limit.
             arguments: ``capacity``, bytes of the ring (8 MiB). ``overflow="drop_oldest"``: a writer never waits, and a
                 slow reader loses the oldest items, which its ``dropped`` counts. ``on_lost="continue"``: go on without
                 lost ends. ``address``: listen on TCP at this interface, so that ends on other hosts can attach; where
@@ -90,9 +91,10 @@ class Queues(CommBase):
                 ``busy_poll``: seconds in which a reader polls for the next item before it sleeps. The item comes
                 sooner; a core is busy meanwhile, and the other tasks of the loop run between looks of 50 us.
 
-        Raises: TypeError, ValueError at the call, naming the argument; from awaiting: ValueError on all ranks if
-            ``writer`` or ``reader`` differs; BackendError, which names the ranks that did not come or the rank that
-            gave up, or on all ranks the ``address`` that cannot be used; ClosedError, BrokenError.
+        Raises: TypeError, ValueError at the call, naming the argument; from awaiting: ValueError on all ranks if their
+            ``writer``, ``reader``, ``capacity``, ``overflow`` or ``on_lost`` differ; BackendError, which names the
+            ranks that did not come or the rank that gave up, or on all ranks the ``address`` that cannot be used;
+            ClosedError, BrokenError.
 
         Cancelling the await is safe; the other ranks get a BackendError. A queue is identified by its ranks, ``name``
         and the number of earlier queues with both. A call that fails on one rank fails on all of them, also on a rank
@@ -119,7 +121,13 @@ class Queues(CommBase):
         self._submitter.check_open()
         ranks = sorted([host, *members])
         room = self._session.identity.child_prefix(f"queue {name}", ranks)  # one place, also if the arguments differ
-        terms = QueueTerms(*((host, None) if reader is None else (None, host)))
+        terms = QueueTerms(
+            writer=host if reader is None else None,
+            reader=None if reader is None else host,
+            capacity=int(options.capacity),
+            overflow=options.overflow,
+            on_lost=options.on_lost,
+        )
 
         async def connect() -> MessageQueue:
             self._submitter.check_loop()

@@ -149,6 +149,30 @@ async def test_ranks_that_disagree_on_the_writer_are_told_and_meet_at_the_next_c
     assert await carries_an_item(comm, writer=1)
 
 
+@pytest.mark.parametrize(("name", "choices"), [("capacity", (1 << 14, 1 << 18)), ("overflow", ("drop_oldest", "wait"))])
+@pytest.mark.ranks(2, backend="gloo")
+async def test_ranks_that_disagree_on_an_argument_of_the_queue_are_told(
+    name: str, choices: tuple[Any, Any], comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        f"{name} must be the same on all ranks of the queue, got {choices[0]!r} on rank 0 and {choices[1]!r} on rank 1"
+    )
+    async with comm_on(monkeypatch, "ab") as hosts:
+        for each in (comm, hosts):
+            with pytest.raises(ValueError, match=text):
+                await each.queue(**{name: choices[comm.rank]})
+            assert await carries_an_item(each)
+
+
+async def test_arguments_of_one_end_may_differ() -> None:
+    async with loopback_world(2) as comms:
+        own: list[dict[str, Any]] = [
+            {"address": "127.0.0.1"},
+            {"expect": int, "max_bytes": 1 << 10, "busy_poll": 0.001},
+        ]
+        assert await asyncio.gather(*(carries_an_item(comm, **each) for comm, each in zip(comms, own, strict=True)))
+
+
 async def test_a_rank_that_is_cancelled_gives_up_on_all_ranks() -> None:
     async with loopback_world(3) as comms:
         waiting = [asyncio.ensure_future(comm.queue()._connect()) for comm in comms[:2]]
