@@ -1,4 +1,5 @@
-"""The state of a rank process: saved, set for a test, restored; and the modules that only a new process can import.
+"""The state of a rank process: saved, set for a test, restored; its forked children; and the modules that only a new
+process can import.
 
 A rank keeps the modules that tests import, since importing takes long. A rank with a module that it would now import
 from another file, or in another version, counts as stale; the pool replaces stale processes.
@@ -17,9 +18,10 @@ import socket
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, Final, final
 
 import torch
@@ -27,7 +29,7 @@ import torch.distributed as dist
 
 from asynccomm.testing.protocol import Surroundings
 
-__all__ = ["ImportedFiles", "ProcessState", "enter", "is_importable_as", "left_behind", "seed_all"]
+__all__ = ["ForkedChildren", "ImportedFiles", "ProcessState", "enter", "is_importable_as", "left_behind", "seed_all"]
 
 _INSTALLED: Final = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -71,6 +73,31 @@ class ProcessState:
         socket.setdefaulttimeout(self._socket_timeout)
         logging.disable(self._logging_disabled)
         _set_torch(self._torch)
+
+
+@final
+class ForkedChildren:
+    """Ends each child that the body of ``with`` has forked, where the child leaves the body, with its exit code.
+
+    The event loop, the rest of the fixtures and the report are its parent's.
+    """
+
+    def __enter__(self) -> None:
+        self._process = os.getpid()
+
+    def __exit__(self, kind: object, exc: BaseException | None, _: TracebackType | None) -> None:
+        if os.getpid() != self._process:
+            os._exit(_exit_code(exc))
+
+
+def _exit_code(exc: BaseException | None) -> int:
+    """The exit code of a program that ends by ``exc``. Prints an error."""
+    if exc is None:
+        return 0
+    if isinstance(exc, SystemExit) and (exc.code is None or isinstance(exc.code, int)):
+        return exc.code or 0
+    traceback.print_exception(exc)
+    return 1
 
 
 def enter(surroundings: Surroundings, more: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from asynccomm.errors import AsyncCommError, describe_exception
 from asynccomm.testing.fixtures import RankOnly, registered
+from asynccomm.testing.isolation import ForkedChildren
 
 __all__ = ["RankValues"]
 
@@ -35,7 +36,8 @@ class RankValues:
             return self._own[argument.name]
         if id(argument) not in self._made:
             arguments = {name: await self.value(each) for name, each in argument.arguments.items()}
-            self._made[id(argument)] = argument, await self._make(argument, arguments)
+            with ForkedChildren():
+                self._made[id(argument)] = argument, await self._make(argument, arguments)
         return self._made[id(argument)][1]
 
     async def _make(self, argument: RankOnly, arguments: Mapping[str, Any]) -> Any:
@@ -60,7 +62,8 @@ class RankValues:
         while self._open:
             name, generator = self._open.pop()
             try:
-                await _finish(name, generator)
+                with ForkedChildren():
+                    await _finish(name, generator)
             except BaseException as exc:  # a fixture may raise anything, as a test may
                 if failure is None:
                     exc.add_note(f"in the rest of rank fixture {name!r}, after the test")

@@ -16,6 +16,7 @@ from asynccomm.comm.new_comm import new_comm
 from asynccomm.errors import AbortedError
 from asynccomm.testing.debugging import RankDebugger
 from asynccomm.testing.fixtures import unpack
+from asynccomm.testing.isolation import ForkedChildren
 from asynccomm.testing.project import ProjectModules
 from asynccomm.testing.protocol import RankTask
 from asynccomm.testing.rank_values import RankValues
@@ -67,7 +68,8 @@ class RankSteps:
         try:
             given = unpack(self._task.arguments)
             made = {name: await values.value(value) for name, value in given.items()}
-            await self._test.function(**{name: made[name] for name in self._task.names})
+            with ForkedChildren():
+                await self._test.function(**{name: made[name] for name in self._task.names})
             failure = await values.close(None)
             if failure is not None:
                 raise failure

@@ -15,6 +15,66 @@ from asynccomm.testing.isolation import ImportedFiles, is_importable_as
 
 from .conftest import Project, Run
 from .foreign import FOREIGN, NAMES
+from .projects import HEAD
+
+FORKING = """
+    from asynccomm.testing import rank_fixture
+
+    def code(child):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    @rank_fixture
+    async def noted(comm):
+        yield
+        note()
+
+    @rank_fixture
+    def forked():
+        if (child := os.fork()) == 0:
+            return
+        yield code(child)
+
+    @rank_fixture
+    async def forked_twice():
+        if (child := os.fork()) > 0:
+            assert code(child) == 0
+        yield
+        if (child := os.fork()) > 0:
+            assert code(child) == 0
+
+    pytestmark = pytest.mark.ranks(2, timeout=20)
+
+    async def test_parent_fails(comm, noted):
+        if (child := os.fork()) == 0:
+            return
+        assert code(child) == 0
+        assert comm.rank < 0, "the parent's error"
+
+    async def test_child_fails(comm, noted):
+        if (child := os.fork()) == 0:
+            raise LookupError("the child's error")
+        await comm.barrier()
+        assert code(child) == 1
+        assert comm.rank < 0, "the parent's error"
+
+    async def test_child_exits(comm, noted):
+        if (child := os.fork()) == 0:
+            sys.exit(3)
+        assert code(child) == 3
+        await comm.barrier()
+
+    async def test_child_awaits(comm, noted):
+        if (child := os.fork()) == 0:
+            await asyncio.sleep(0)
+            sys.exit()
+        assert code(child) == 0
+        await comm.barrier()
+
+    async def test_in_fixtures(comm, noted, forked, forked_twice):
+        assert forked == 1, "it did not yield"
+        note("in the test")
+        await comm.barrier()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +175,22 @@ def test_importable_as(folders: list[str]) -> None:
     assert is_importable_as("namesake_module", f"{folders[0]}/namesake_module.py", folders)
     assert not is_importable_as("namesake_module", f"{folders[1]}/namesake_module.py", folders)
     assert is_importable_as("no_such_module", "/anywhere.py", folders)
+
+
+def test_forked_children_end_where_they_leave_the_test(tmp_path: Path) -> None:
+    project = Project(tmp_path, {"test_it.py": HEAD + FORKING})
+    run = project.run()
+    assert run.outcomes() == {
+        "test_it.py::test_parent_fails[2ranks]": "failed",
+        "test_it.py::test_child_fails[2ranks]": "failed",
+        "test_it.py::test_child_exits[2ranks]": "passed",
+        "test_it.py::test_child_awaits[2ranks]": "passed",
+        "test_it.py::test_in_fixtures[2ranks]": "passed",
+    }
+    for rank in range(2):
+        for name in ("test_parent_fails", "test_child_fails"):
+            assert f"rank {rank} of 2 failed: AssertionError: the parent's error" in run.text(f"{name}[2ranks]")
+    assert run.printed("test_child_fails[2ranks]").count("LookupError: the child's error") == 2
+    assert len(set(project.pids())) == 2, "fixtures end in the ranks only"
+    assert len(project.pids()) == 10
+    assert len(project.pids("in the test")) == 2
