@@ -16,16 +16,19 @@ import pickle
 import queue
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import dropwhile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
 
 import pytest
+from _pytest._code import Traceback, TracebackEntry, filter_traceback
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, _prepareconfig, apply_warning_filters
 
@@ -55,7 +58,10 @@ from asynccomm.testing.protocol import (
 
 PR_SET_PDEATHSIG = 1
 OWN_VARIABLES = ("OMP_NUM_THREADS",)  # of this process, where pytest's process does not set them
+PLUGIN = str(Path(__file__).parent) + os.sep
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
+STDLIB = sysconfig.get_path("stdlib") + os.sep
+INSTALLED = STDLIB + "site-packages" + os.sep
 
 __all__ = ["main"]
 
@@ -180,10 +186,10 @@ class Worker:
 
     def _failed(self, exc: BaseException, job: RankTask) -> Failed:
         info = pytest.ExceptionInfo.from_exception(exc)
-        theirs = info.traceback.cut(path=job.path).filter(lambda entry: not _is_ours(str(entry.path)))
-        info.traceback = theirs if len(theirs) else info.traceback
+        theirs = _after_the_plugin(info.traceback)
+        info.traceback = theirs or info.traceback[-1:]
         by_peer = isinstance(exc, AbortedError) and exc.rank != job.rank
-        text = str(info.getrepr(style="short" if by_peer else "long", chain=not by_peer))
+        text = str(info.getrepr(style="long" if theirs and not by_peer else "short", chain=not by_peer))
         aborted_by = exc.rank if isinstance(exc, AbortedError) and by_peer else None
         return Failed(
             info.exconly(tryshort=True), text, aborted_by, _awaited(exc.__traceback__), kinds=_pickled_kinds(type(exc))
@@ -217,8 +223,23 @@ def _pickled_kinds(kind: type[BaseException]) -> bytes:
     return pickle.dumps(kinds)
 
 
-def _is_ours(path: str) -> bool:
-    return path.startswith(PACKAGE)
+def _after_the_plugin(traceback: Traceback) -> Traceback:
+    """The frames of a test or a fixture and of its callees, without this package's; empty if it has none."""
+    called = Traceback(dropwhile(_calls_tests, traceback))
+    if called and _is_ours(called[0]):  # the comm of the test failed to open or close
+        return Traceback([])
+    return called.filter(lambda entry: not _is_ours(entry))
+
+
+def _calls_tests(entry: TracebackEntry) -> bool:
+    """Whether the code of a frame is the plugin's, pytest's or Python's own."""
+    path = str(entry.path)
+    standard = path.startswith(STDLIB) and not path.startswith(INSTALLED)
+    return standard or path.startswith(PLUGIN) or not filter_traceback(entry)
+
+
+def _is_ours(entry: TracebackEntry) -> bool:
+    return str(entry.path).startswith(PACKAGE)
 
 
 def main() -> None:

@@ -36,6 +36,10 @@ CONFTEST = """
         (tmp_path / f"sync {rank}").touch()
         pathlib.Path(os.environ["DIRECTORY"], f"down {rank}").touch()
 
+    @rank_fixture
+    async def broken_start(tmp_path):
+        return open(tmp_path / "absent")  # in conftest.py
+
     @rank_fixture(params=["one", "two"], ids=str.upper)
     def parameter(request):
         return request.param, request.fixturename, request.nodeid.rpartition("::")[2]
@@ -200,6 +204,10 @@ BAD = """
 
     test_model, test_dynamic, test_of_rank, test_locked = of("model"), of("dynamic"), of("of_rank"), of("locked")
     test_many, test_none, test_broken_end = of("many"), of("none"), of("broken_end")
+    test_broken_start = of("broken_start")
+
+    @pytest.mark.ranks(2, backend="absent")
+    async def test_no_comm(comm): pass
 
     @pytest.mark.ranks(1)
     async def test_unreadable(unreadable): pass
@@ -283,6 +291,23 @@ def test_misuse(run: Run, name: str, said: str) -> None:
     assert said in entry["text"]
     if "fixture 'lock'" in said or "own process" in said:
         assert MAKE_IT in entry["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "frame"),
+    [
+        ("test_broken_start", 'async def broken_start(tmp_path):\n>       return open(tmp_path / "absent")  # in conf'),
+        ("test_broken_end", "def broken_end(comm):\n        yield\n>       raise LookupError"),
+        ("test_many", 'raise ValueError(f"rank fixture {name!r} yielded more than once")'),
+        ("test_none", 'raise ValueError(f"rank fixture {argument.name!r} did not yield a value") from None'),
+        ("test_no_comm", "in load_backend\n    raise ValueError("),
+    ],
+)
+def test_tracebacks_begin_in_the_fixture(run: Run, name: str, frame: str) -> None:
+    text = run.text(f"{name}[2ranks]")
+    assert text.count(frame) == 2
+    assert "asyncio" not in text, "the plugin's way to the fixture is of no interest"
+    assert len(text.splitlines()) < 40
 
 
 def test_the_cause_is_not_hidden_by_ends(run: Run) -> None:
