@@ -6,6 +6,7 @@ beside it, and the result of awaiting it.
 
 from __future__ import annotations
 
+import math
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -240,9 +241,9 @@ def layout_of_shares(counts: Sequence[int], dim: int = 0, shape: Sequence[int] =
     """The layout of shares along ``dim``; ranks that use different dimensions get different layouts.
 
     Along dim 0 it equals the layout of a list. ``counts`` is empty if all shares are equal. Of ``shape``, that of a
-    share, the extents along the other dimensions count.
+    share, the number of rows before ``dim`` counts; complex shares may meet real ones with a further dimension of 2.
     """
-    numbers = [dim, *shape[:dim], *shape[dim + 1 :], *counts] if dim else counts
+    numbers = [dim, math.prod(shape[:dim]), *counts] if dim else counts
     return layout_of(numbers) if numbers else 0
 
 
