@@ -258,6 +258,44 @@ def test_sigterm_ends_a_forked_child() -> None:
     assert os.waitstatus_to_exitcode(run(main())) == -signal.SIGTERM
 
 
+def test_sigterm_ends_a_forked_child_also_before_it_runs() -> None:
+    """As ``multiprocessing.Pool`` ends its workers; they wait in system calls, which Python's handlers cannot end."""
+
+    async def main() -> int:
+        read, write = os.pipe()
+        pid = fork()
+        if pid == 0:
+            try:
+                os.read(read, 1)  # the child has the other end, too
+            finally:
+                os._exit(1)
+        os.kill(pid, signal.SIGTERM)
+        os.close(read)
+        os.close(write)
+        return (await asyncio.to_thread(os.waitpid, pid, 0))[1]
+
+    for _ in range(5):
+        assert os.waitstatus_to_exitcode(run(main())) == -signal.SIGTERM
+
+
+def test_sigterms_end_a_program_that_waits_in_a_system_call() -> None:
+    code = """
+        import asyncio, os, signal, threading, time, asynccomm
+        def send():
+            while True:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)
+        async def main():
+            threading.Thread(target=send, daemon=True).start()
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        asynccomm.run(main())
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
+
+
 def test_a_further_sigterm_ends_it_at_once() -> None:
     code = """
         import asyncio, os, signal, asynccomm

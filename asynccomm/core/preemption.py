@@ -4,7 +4,11 @@
 ``Comm.preempted()`` is not cancelled: all its ranks learn in the same step that one of them has the signal.
 
 The handler is Python's, as that of ``asyncio.run`` for Ctrl-C: a handler of the loop runs only when the loop has a
-turn, so a program in a long step of its own could not be ended.
+turn, so a program in a long step of its own could not be ended. It interrupts system calls, too, in which such a
+program may wait.
+
+A forked child, such as a worker of ``multiprocessing``, ends by SIGTERM. Python drops the signals that a child gets
+before it runs, so the signal is held back from before the fork until the child has the default action.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ class Preemption:
         self.requested: bool = False  #: whether SIGTERM has arrived
         self.polled: bool = False  #: whether the program asks for it
         self.cancelled: bool = False  #: whether SIGTERM has cancelled the main task
+        self._handler: object = None  # while it handles SIGTERM
+        self._forking = threading.local()  # by thread: the signals that were held back before it forks
+        os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._release_child)
 
     @contextmanager
     def watching(self, task: asyncio.Task[Any]) -> Iterator[None]:
@@ -37,23 +44,19 @@ class Preemption:
             return
         loop = asyncio.get_running_loop()
         self.requested = self.polled = self.cancelled = False
-        handler = partial(self._on_signal, os.getpid(), loop, task)
+        self._handler = handler = partial(self._on_signal, loop, task)
         loop.add_signal_handler(signal.SIGTERM, _nothing)  # has the signal wake the loop, whichever thread gets it
         signal.signal(signal.SIGTERM, handler)
-        signal.siginterrupt(signal.SIGTERM, False)
         try:
             yield
         finally:
+            self._handler = None
             if signal.getsignal(signal.SIGTERM) is handler:
                 loop.remove_signal_handler(signal.SIGTERM)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _on_signal(self, pid: int, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], *_: object) -> None:
+    def _on_signal(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], *_: object) -> None:
         """Between any two instructions of the main thread."""
-        if os.getpid() != pid:  # a forked child, which does not run the task
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
         again, self.requested = self.requested, True
         if self.cancelled:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -62,6 +65,21 @@ class Preemption:
             self.cancelled = True
             task.cancel("SIGTERM")
             loop.call_soon_threadsafe(_nothing)  # the loop may be about to wait
+
+    def _hold(self) -> None:
+        if self._handler is not None:
+            self._forking.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def _release(self) -> None:
+        before = self._forking.__dict__.pop("before", None)
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _release_child(self) -> None:
+        handler, self._handler = self._handler, None
+        if handler is not None and signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._release()
 
 
 def _nothing() -> None:
