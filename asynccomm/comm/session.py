@@ -231,6 +231,7 @@ class Session:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
             self.abort("closing was cancelled")
+            self.identity.free_name()  # closing goes on, and the program may make the comm again
             raise
 
     def _end_open_ended(self) -> None:

@@ -608,6 +608,31 @@ async def test_cancelled_while_cleaning_up_aclose_can_be_awaited_again(monkeypat
             await comm.aclose()
 
 
+async def test_the_name_is_free_once_closing_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)
+    held, entered = asyncio.Event(), asyncio.Event()
+    close = channel_of(comm).aclose
+
+    async def slow_close() -> None:
+        entered.set()
+        await held.wait()
+        await close()
+
+    monkeypatch.setattr(channel_of(comm), "aclose", slow_close)
+    closing = asyncio.ensure_future(comm.aclose())
+    await entered.wait()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    async with new_comm("loopback", name="t", store=store, rank=0, size=1) as other:
+        await other.barrier()
+        held.set()
+        await comm.aclose()
+        with pytest.raises(ValueError, match="name 't' is in use by an open comm"):  # the other comm's now
+            await new_comm("loopback", name="t", store=store, rank=0, size=1)
+
+
 async def test_closing_frees_everything_also_when_the_channel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)
