@@ -179,7 +179,7 @@ class StoreProtocolError(StoreError):
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """A key did not appear within its timeout."""
+    """A key did not appear within its timeout, or the store did not answer."""
 
 
 class RendezvousError(StoreError):

@@ -26,7 +26,7 @@ from asynccomm.control.transport.topology import TEXT_CHARACTERS, Text
 from asynccomm.core.tasks import shielded
 from asynccomm.errors import BackendError, StoreError, StoreTimeoutError
 from asynccomm.rendezvous.handshake import FAREWELL, NOTICE, HandshakeResult
-from asynccomm.store.base import Store
+from asynccomm.store.base import Store, within
 
 LEAST_SECONDS: Final = 0.1  # the least time for a step, even past the deadline
 TABLE_BYTES: Final = 64 << 10  # of a table at most, plus TABLE_BYTES_EACH for each rank
@@ -70,7 +70,10 @@ async def exchange_addresses(
     try:
         await room.set(f"address/{rank}", dumps(await _own_way(joined, sockets, rank, hints)))
         left = max(LEAST_SECONDS, deadline - time.monotonic())
-        ways = await (_collect(room, size, left) if rank == 0 else _read(room, size, left))
+        async with within(left + NOTICE):
+            ways = await (_collect(room, size, left) if rank == 0 else _read(room, size, left))
+    except TimeoutError:
+        raise BackendError(f"the store did not answer rank {rank} of {size}, for the ranks' addresses") from None
     except asyncio.CancelledError:
         await shielded(_post_end(room, rank, size))
         raise
@@ -166,8 +169,9 @@ async def _check(room: Store, ways: Sequence[_Way]) -> None:
     if missing:
         problems.insert(0, f"ranks {missing} have met the others, and then not given their addresses")
     if problems:
-        with contextlib.suppress(StoreError):
-            if await room.add("addresses read", 1) == len(ways):
-                await room.set("all addresses read", b"1")
-            await room.wait(["all addresses read"], FAREWELL)
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with within(FAREWELL):
+                if await room.add("addresses read", 1) == len(ways):
+                    await room.set("all addresses read", b"1")
+                await room.wait(["all addresses read"], FAREWELL)
         raise BackendError(problems[0])

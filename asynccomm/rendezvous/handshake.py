@@ -50,7 +50,7 @@ from asynccomm.control.transport.topology import RankAddress, Text
 from asynccomm.core.hosts import host_name
 from asynccomm.errors import AsyncCommError, RendezvousError, StoreError, StoreTimeoutError
 from asynccomm.rendezvous.channel_meeting import ChannelMeeting
-from asynccomm.store.base import Store
+from asynccomm.store.base import Store, within
 from asynccomm.store.routes import is_reachable, network_id
 from asynccomm.version import __version__
 
@@ -192,11 +192,20 @@ async def handshake(
         "" if beside is None else beside.key,
     )
     deadline = time.monotonic() + timeout - spent
-    place = store.prefix(name)
     if rank == 0:
-        epoch = await publish_epoch(store, name) if epoch is None else epoch
-        return await _welcome(place.prefix(epoch), epoch, name, hello, deadline, timeout, beside)
-    return await _ask(place, name, hello, deadline, timeout)
+        deadline -= min(NOTICE, timeout / 10)
+    place = store.prefix(name)
+    try:
+        # a store that answers lets the ranks find out themselves, by the deadline
+        async with within(max(0.0, deadline + NOTICE - time.monotonic())) as replies:
+            if rank == 0:
+                epoch = await publish_epoch(store, name) if epoch is None else epoch
+                return await _welcome(place.prefix(epoch), epoch, name, hello, deadline, timeout, beside, replies)
+            return await _ask(place, name, hello, deadline, timeout)
+    except TimeoutError:
+        raise RendezvousError(
+            f"comm {name!r}: the store did not answer within {timeout:g} s (this is rank {rank})"
+        ) from None
 
 
 async def publish_epoch(store: Store, name: str) -> str:
@@ -215,9 +224,9 @@ async def _welcome(
     deadline: float,
     timeout: float,
     beside: ChannelMeeting | None,
+    replies: asyncio.Timeout,
 ) -> HandshakeResult:
     size = mine.size
-    deadline -= min(NOTICE, timeout / 10)
     hellos: dict[int, _Hello] = {0: mine}
     nonces: set[str] = set()  # of all hellos, matching or not
     reader = _HelloReader(room, name, mine.version)
@@ -248,6 +257,7 @@ async def _welcome(
     if not problem and _pending(beside, hellos) is not None:
         problem = f"the ranks did not meet over their control channel within {timeout:g} s"
     if problem:
+        replies.reschedule(None)  # the farewell has a limit of its own
         raise await _reject(room, nonces, f"comm {name!r}: {problem}")
     members, tokens = _as_listed([hellos[rank].member for rank in range(size)]), Tokens.random()
     if size > MEMBERS_INLINE:

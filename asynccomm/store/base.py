@@ -12,15 +12,18 @@ from __future__ import annotations
 import abc
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import final
+from typing import TypeVar, final
 
 from asynccomm.core.handles import Handle
+from asynccomm.errors import StoreTimeoutError
 
 __all__ = [
     "DEFAULT_TIMEOUT",
     "PrefixStore",
     "Store",
+    "answered",
     "to_amount",
     "to_bytes",
     "to_key",
@@ -29,7 +32,10 @@ __all__ = [
     "within",
 ]
 
+T = TypeVar("T")
+
 DEFAULT_TIMEOUT = 300.0  # seconds that get() and wait() allow for a key to appear; torch's default
+REPLY_SECONDS = 2.0  # for a reply to get() and wait(), beyond their limit: a limit of 0 finds the keys that exist
 
 
 class Store(Handle, abc.ABC):
@@ -45,7 +51,7 @@ class Store(Handle, abc.ABC):
     async def get(self, key: str, timeout: float | None = None) -> bytes:
         """The value of ``key``, waiting up to ``timeout`` seconds for the key to appear (None: the store's default).
 
-        Raises: StoreTimeoutError naming the key.
+        Raises: StoreTimeoutError naming the key, or the store if it does not answer within 2 s more.
         """
 
     @abc.abstractmethod
@@ -69,7 +75,7 @@ class Store(Handle, abc.ABC):
 
     @abc.abstractmethod
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
-        """Return once all ``keys`` exist. Raises: StoreTimeoutError naming the keys."""
+        """Return once all ``keys`` exist. Raises: StoreTimeoutError as ``get``."""
 
     @abc.abstractmethod
     def delete(self, key: str) -> Awaitable[bool]:
@@ -198,6 +204,18 @@ def to_limit(timeout: float | None, default: float) -> float:
     if math.isnan(limit):
         raise ValueError(f"timeout must be a number of seconds, got {limit}")
     return limit
+
+
+async def answered(reply: Awaitable[T], deadline: float, store: str) -> T:
+    """The reply of a store, for a call that waits for its keys until ``deadline``, on the monotonic clock.
+
+    Raises: StoreTimeoutError naming the ``store``.
+    """
+    try:
+        async with within(max(0.0, deadline - time.monotonic()) + REPLY_SECONDS):
+            return await reply
+    except TimeoutError:
+        raise StoreTimeoutError(f"the {store} did not answer in time") from None
 
 
 def path_of(store: Store) -> str:

@@ -18,13 +18,15 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, cast, final
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Self, TypeVar, cast, final
 
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, to_key, to_limit, within
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, answered, to_bytes, to_key, to_limit, within
 from asynccomm.store.codec import MULTI_SET_BYTES, Codec
 from asynccomm.store.wait_pool import WaitPool
+
+T = TypeVar("T")
 
 FIRST_RETRY = 0.02  # seconds before the second attempt to connect; doubles up to LAST_RETRY, with jitter
 LAST_RETRY = 1.0
@@ -227,31 +229,36 @@ class StoreClient(Store):
         limit = to_limit(timeout, self._timeout)
         deadline = time.monotonic() + limit
         if self._libuv and limit > 0:
-            if value := await self._get(key):
+            if value := await self._answered(self._get(key), deadline):
                 return value
-            await self._waited(key, deadline)  # most likely the key is missing; a wait for an empty value ends at once
-        while (found := await self._get_if_present(key)) is None:  # also after a wait: the key may have been deleted
-            if not await self._waited(key, deadline):
-                raise StoreTimeoutError(f"keys {[key]} did not all appear within {limit:g} s")
+            # most likely the key is missing; a wait for an empty value ends at once
+            await self._waited([key], deadline, verify=False)
+        while (found := await self._get_if_present(key, deadline)) is None:  # also after a wait: it may be deleted
+            if not await self._waited([key], deadline, verify=False):
+                raise _late([key], limit)
         return found
 
-    async def _waited(self, key: str, deadline: float) -> bool:
-        """Wait for ``key``. Returns False at the deadline."""
+    async def _waited(self, keys: Sequence[str], deadline: float, *, verify: bool) -> bool:
+        """Wait for ``keys``, see ``WaitPool.wait``. Returns False at the deadline."""
         left = deadline - time.monotonic()
         if left <= 0:
             return False
         try:
-            await self._waits.wait([key], left, verify=False)
+            await self._waits.wait(keys, left, verify=verify)
         except StoreTimeoutError:
             return False
         return True
 
-    async def _get_if_present(self, key: str) -> bytes | None:
-        if self._libuv and (value := await self._get(key)):
+    async def _get_if_present(self, key: str, deadline: float) -> bytes | None:
+        if self._libuv and (value := await self._answered(self._get(key), deadline)):
             return value
-        line = self._line()
-        line.codec.check([key])  # CHECK first: a legacy server drops a client that GETs a missing key
-        return await self._get(key) if await line.reply() else None
+        # CHECK first: a legacy server drops a client that GETs a missing key
+        if not await self._answered(self.check([key]), deadline):
+            return None
+        return await self._answered(self._get(key), deadline)
+
+    def _answered(self, reply: asyncio.Future[T], deadline: float) -> Coroutine[Any, Any, T]:
+        return answered(reply, deadline, f"store at {self.host}:{self.port}")
 
     def _get(self, key: str) -> asyncio.Future[bytes]:
         """The value at ``key``; of a missing key empty, from libuv's server."""
@@ -276,8 +283,12 @@ class StoreClient(Store):
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         limit = to_limit(timeout, self._timeout)
-        if not await self.check(keys):
-            await self._waits.wait(keys, limit)
+        await self._wait(keys, limit, time.monotonic() + limit)
+
+    async def _wait(self, keys: Sequence[str], limit: float, deadline: float) -> None:
+        present = await self._answered(self.check(keys), deadline)
+        if not present and not await self._waited(keys, deadline, verify=True):
+            raise _late(keys, limit)
 
     def delete(self, key: str) -> asyncio.Future[bool]:
         line = self._line()
@@ -295,12 +306,14 @@ class StoreClient(Store):
         return line.reply()
 
     async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
-        await self.wait(keys, timeout)
+        limit = to_limit(timeout, self._timeout)
+        deadline = time.monotonic() + limit
+        await self._wait(keys, limit, deadline)
         if not keys:
             return []
         line = self._line()
         line.codec.multi_get(keys)
-        return await line.reply()  # type: ignore[no-any-return]
+        return await self._answered(line.reply(), deadline)
 
     async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
         line = self._line()
@@ -337,6 +350,10 @@ class StoreClient(Store):
             await self._waits.aclose(error)
         finally:
             await self._command.close(error)
+
+
+def _late(keys: Sequence[str], limit: float) -> StoreTimeoutError:
+    return StoreTimeoutError(f"keys {list(keys)} did not all appear within {limit:g} s")
 
 
 async def _open(host: str, port: int, deadline: float, limit: float) -> _StoreConnection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
@@ -14,7 +15,7 @@ import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_key, to_keys, to_limit, within
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, answered, to_amount, to_bytes, to_key, to_keys, to_limit
 from asynccomm.store.routes import address_towards
 
 T = TypeVar("T")
@@ -64,8 +65,13 @@ class TorchStore(Store):
         await self._call(lambda: self.torchs.set(name, data))  # type: ignore[arg-type]  # bytes work, the stub says str
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
-        await self.wait([key], timeout)
-        return await self._call(lambda: self.torchs.get(key))
+        limit = to_limit(timeout, self._timeout)
+        deadline = time.monotonic() + limit
+        await self._wait([key], limit, deadline)
+        return await self._answered(self._call(lambda: self.torchs.get(key)), deadline)
+
+    def _answered(self, reply: Awaitable[T], deadline: float) -> Awaitable[T]:
+        return answered(reply, deadline, type(self.torchs).__name__)
 
     async def add(self, key: str, amount: int) -> int:
         name, number = to_key(key), to_amount(amount)
@@ -81,18 +87,16 @@ class TorchStore(Store):
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         limit = to_limit(timeout, self._timeout)
+        await self._wait(keys, limit, time.monotonic() + limit)
+
+    async def _wait(self, keys: Sequence[str], limit: float, deadline: float) -> None:
         pause = FIRST_POLL
-        if await self.check(keys):  # before the timeout: existing keys are found even with a timeout of 0
-            return
-        try:
-            async with within(limit):
-                while True:
-                    await asyncio.sleep(pause)
-                    if await self.check(keys):
-                        return
-                    pause = min(2 * pause, LAST_POLL)
-        except TimeoutError:
-            raise StoreTimeoutError(f"keys {list(keys)} did not all appear within {limit:g} s") from None
+        while not await self._answered(self.check(keys), deadline):  # also with a limit of 0
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StoreTimeoutError(f"keys {list(keys)} did not all appear within {limit:g} s")
+            await asyncio.sleep(min(pause, left))
+            pause = min(2 * pause, LAST_POLL)
 
     async def delete(self, key: str) -> bool:
         name = to_key(key)

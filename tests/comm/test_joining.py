@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -16,7 +20,16 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from asynccomm import AbortedError, BackendError, MemoryStore, RendezvousError, StoreClient, StoreError
+from asynccomm import (
+    AbortedError,
+    BackendError,
+    MemoryStore,
+    RendezvousError,
+    StoreClient,
+    StoreError,
+    new_comm,
+    pair_comm,
+)
 from asynccomm.backends.registry import load_backend
 from asynccomm.comm import bootstrap as bootstrap_module
 from asynccomm.comm import joining as joining_module
@@ -44,6 +57,42 @@ HERE: ContextVar[int] = ContextVar("HERE")  # the rank of a task
 def attempt(place: RendezvousSpec, *, limit: float = 10.0) -> Joining:
     group = CommInfo("c", place.rank, place.size, CPU)
     return Joining(place, group, "auto", SILENT, number=place.rank, shares=False, limit=limit)
+
+
+@asynccontextmanager
+async def stoppable_store() -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The URL of a store, and the process that hosts it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        command = [sys.executable, "-P", "-m", "asynccomm.cli.store_process", str(listening.fileno())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listening.fileno()])
+        url = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+    try:
+        yield url, process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.real_python
+async def test_comms_do_not_wait_for_a_stopped_store_beyond_their_limit() -> None:
+    def pair() -> list[Any]:
+        return [pair_comm(f"{me}", f"{1 - me}", store=url, timeout=1) for me in range(2)]
+
+    async with asyncio.timeout(60), stoppable_store() as (url, process):
+        port = int(url.rpartition(":")[2])
+        await (await StoreClient.connect("127.0.0.1", port)).aclose()  # the process has started
+        # an open comm keeps the client that all comms with its time limit share
+        shared = await SharedClient.connect("127.0.0.1", port, 1.0)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        found = await asyncio.gather(new_comm(store=url, rank=1, size=2, timeout=1), *pair(), return_exceptions=True)
+        assert {type(error) for error in found} == {RendezvousError}
+        assert all("the store did not answer within 1 s" in str(error) for error in found)
+        process.send_signal(signal.SIGCONT)
+        assert await shared.client.add("number", 1) == 1
+        for comm in await asyncio.gather(*pair()):
+            await comm.aclose()
+        await shared.release()
 
 
 async def test_the_end_of_a_given_store_is_an_error_at_once() -> None:

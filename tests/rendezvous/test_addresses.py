@@ -16,6 +16,7 @@ from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.tables import pack_table
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import BackendError, StoreError
+from asynccomm.rendezvous import addresses as module
 from asynccomm.rendezvous.addresses import abandon_exchange, exchange_addresses
 from asynccomm.rendezvous.handshake import HandshakeResult
 from asynccomm.store.memory import MemoryStore
@@ -154,6 +155,26 @@ async def test_a_value_that_cannot_be_is_named(key: str, value: bytes, text: str
             async with asyncio.timeout(LIMIT):
                 await ranks.start(rank)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(("rank", "method"), [(0, "wait"), (0, "check"), (1, "get")])
+async def test_a_store_that_stops_ends_the_exchange_soon_after_its_limit(
+    monkeypatch: pytest.MonkeyPatch, rank: int, method: str
+) -> None:
+    monkeypatch.setattr(module, "NOTICE", 0.05)
+    with Ranks(2) as ranks:
+        monkeypatch.setattr(ranks.store, method, lambda *_: asyncio.get_running_loop().create_future())
+        found = await outcomes([ranks.start(rank, limit=0.1)])
+    assert type(found[0]) is BackendError
+    assert str(found[0]) == f"the store did not answer rank {rank} of 2, for the ranks' addresses"
+
+
+async def test_the_error_of_a_rank_outlives_a_store_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FAREWELL", 0.05)
+    with Ranks(2) as ranks:
+        monkeypatch.setattr(ranks.store, "add", lambda *_: asyncio.get_running_loop().create_future())
+        found = await outcomes([ranks.start(rank, {"interface": "no0"}) for rank in range(2)])
+    assert all(str(error).startswith("rank 0 of 2: hint 'interface'='no0'") for error in found)
 
 
 async def test_the_error_outlives_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

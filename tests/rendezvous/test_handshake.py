@@ -430,6 +430,23 @@ async def test_the_store_is_lost_meanwhile() -> None:
     await client.aclose()
 
 
+@pytest.mark.parametrize(("rank", "method"), [(0, "add"), (0, "check"), (1, "get"), (1, "add")])
+async def test_a_store_that_stops_ends_the_handshake_soon_after_its_limit(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, rank: int, method: str
+) -> None:
+    monkeypatch.setattr(module, "NOTICE", 0.05)
+    others = []
+    if rank == 1:
+        await store.set("world/epoch", "e")
+    elif method == "check":  # to learn that the answers are stored
+        others.append(start(store, 1))
+    monkeypatch.setattr(store, method, lambda *_: asyncio.get_running_loop().create_future())
+    async with asyncio.timeout(LIMIT):
+        results = await outcomes(start(store, rank, timeout=0.1), *others)
+    assert type(results[0]) is RendezvousError
+    assert str(results[0]) == f"comm 'world': the store did not answer within 0.1 s (this is rank {rank})"
+
+
 async def test_rank_0_does_not_wait_for_a_rank_that_has_withdrawn(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,8 @@ class Fake:
         self.handler = handler
         self.connections = 0
         self.port = 0
+        self.flowing = asyncio.Event()  # not set: the server is stopped, if ``handler`` looks at this
+        self.flowing.set()
         self.chunks: list[bytes] = []  # what clients wrote, if ``handler`` keeps it
         self.errors: list[BaseException] = []
         self._writers: list[asyncio.StreamWriter] = []
@@ -95,12 +97,13 @@ async def fake() -> AsyncIterator[Callable[[Handler], Awaitable[Fake]]]:
 
 @pytest.fixture
 async def proxy(server: dist.TCPStore, fake: Callable[[Handler], Awaitable[Fake]]) -> Fake:
-    """A way to the real server that counts what the client writes, in ``chunks``, and can be ``cut``."""
+    """A way to the real server that counts what the client writes, in ``chunks``, and can be ``cut`` and stopped."""
     chunks: list[bytes] = []
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, log: list[bytes]) -> None:
         with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             while data := await reader.read(1 << 20):
+                await double.flowing.wait()
                 log.append(data)
                 if writer.is_closing():
                     break

@@ -14,6 +14,7 @@ import pytest
 from torch import distributed as dist
 
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
+from asynccomm.store import base
 from asynccomm.store.client import StoreClient
 from asynccomm.store.codec import MAX_KEY, MAX_VALUE
 from asynccomm.store.server import StoreServer, listen, serve
@@ -333,6 +334,29 @@ async def test_a_proxy_cuts_the_connection(proxy: Any, until: Until, use_libuv: 
         await client.set("k", b"v")
     assert proxy.connections == (2 if use_libuv else 3)  # nobody connected again
     await client.aclose()
+
+
+async def test_a_stopped_server_is_not_waited_for_beyond_the_limit(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "REPLY_SECONDS", 0.05)
+    async with asyncio.timeout(20):
+        client = await StoreClient.connect("127.0.0.1", proxy.port, timeout=20)
+        await client.multi_set({"a": b"1", "b": b"2"})
+        other = asyncio.create_task(client.get("later", 20))  # the client is shared
+        await client.ping()
+        proxy.flowing.clear()
+        calls: list[Awaitable[Any]] = [client.get("a", 0), client.get("none", 0.01), client.wait(["a"], 0.01)]
+        for call in [*calls, client.multi_get(["a", "b"], 0.01), client.prefix("p").get("a", 0.01)]:
+            with pytest.raises(
+                StoreTimeoutError, match=rf"the store at 127\.0\.0\.1:{proxy.port} did not answer in time"
+            ):
+                await call
+        proxy.flowing.set()
+        # the late replies of the calls above are nobody else's
+        monkeypatch.undo()
+        assert await asyncio.gather(client.add("n", 7), client.get("b"), client.check(["none"])) == [7, b"2", False]
+        await client.set("later", b"3")
+        assert await other == b"3"
+        await client.aclose()
 
 
 async def test_a_set_held_up_by_a_full_line_learns_of_its_end(fake: StartFake, until: Until) -> None:

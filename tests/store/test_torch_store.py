@@ -11,6 +11,7 @@ import pytest
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
+from asynccomm.store import base
 from asynccomm.store.client import StoreClient
 from asynccomm.store.memory import MemoryStore
 from asynccomm.store.torch_store import TorchStore, TorchStoreView
@@ -39,6 +40,28 @@ async def test_a_waiter_does_not_keep_others_from_the_store(server: dist.TCPStor
     assert not waiting.done()
     await store.set("late", b"v")
     assert await waiting == b"v"
+
+
+@pytest.mark.parametrize("method", ["check", "get"])
+async def test_a_store_that_hangs_is_not_waited_for_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    class Hanging(dist.Store):
+        def check(self, keys: list[str]) -> bool:
+            return method != "check" or over.wait(20)
+
+        def get(self, key: str) -> bytes:
+            over.wait(20)
+            return b""
+
+    over = threading.Event()
+    monkeypatch.setattr(base, "REPLY_SECONDS", 0.05)
+    try:
+        with pytest.raises(StoreTimeoutError, match="the Hanging did not answer in time"):
+            async with asyncio.timeout(10):
+                await TorchStore(Hanging()).get("k", 0.01)
+    finally:
+        over.set()
 
 
 def use_from_torch(store: TorchStoreView) -> None:
