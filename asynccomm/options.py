@@ -35,15 +35,19 @@ def seconds(name: str, value: float | timedelta | None, default: float) -> float
 
 def duration(name: str, value: float | timedelta) -> float:
     """``value`` as seconds; ``math.inf`` is allowed. Raises: TypeError, ValueError naming ``name``."""
+    number = number_of_seconds(name, value)
+    if not number > 0:  # nan, too
+        raise ValueError(f"{name} must be positive, got {number!r}")
+    return float(number)
+
+
+def number_of_seconds(name: str, value: float | timedelta) -> float:
+    """``value`` as seconds, of any sign; also nan. Raises: TypeError naming ``name``."""
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be seconds or a timedelta, got {value!r}")
-    if value > MAX_SECONDS:
-        return math.inf
-    if not value > 0:  # nan, too
-        raise ValueError(f"{name} must be positive, got {value!r}")
-    return float(value)
+    return math.inf if value > MAX_SECONDS else value
 
 
 def check_bool(name: str, value: object) -> None:

@@ -16,6 +16,7 @@ import selectors
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Final, TypeVar, final
 from unittest import mock
 
@@ -151,7 +152,7 @@ class SimulatedStore(Store):
     async def set(self, key: str, value: bytes | str) -> None:
         await self._request(len(key) + len(value), lambda: self._server.contents.set(key, value), lambda _: 0)
 
-    async def get(self, key: str, timeout: float | None = None) -> bytes:
+    async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
         return await self._request(len(key), lambda: self._server.contents.get(key, timeout), lambda found: len(found))
 
     async def add(self, key: str, amount: int) -> int:
@@ -165,7 +166,7 @@ class SimulatedStore(Store):
     async def check(self, keys: Sequence[str]) -> bool:
         return await self._request(sum(map(len, keys)), lambda: self._server.contents.check(keys), lambda _: 1)
 
-    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+    async def wait(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> None:
         await self._request(sum(map(len, keys)), lambda: self._server.contents.wait(keys, timeout), lambda _: 1)
 
     async def delete(self, key: str) -> bool:
@@ -174,7 +175,7 @@ class SimulatedStore(Store):
     async def append(self, key: str, value: bytes | str) -> None:
         await self._request(len(key) + len(value), lambda: self._server.contents.append(key, value), lambda _: 0)
 
-    async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+    async def multi_get(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> list[bytes]:
         await self.wait(keys, timeout)
         action = lambda: self._server.contents.multi_get(keys, timeout)  # noqa: E731
         return await self._request(sum(map(len, keys)), action, lambda found: sum(map(len, found)))

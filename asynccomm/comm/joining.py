@@ -15,7 +15,7 @@ from asynccomm.core.tasks import detach
 from asynccomm.errors import AbortedError, RendezvousError, StoreError, describe_exception
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
-from asynccomm.rendezvous.addresses import abandon_exchange
+from asynccomm.rendezvous.addresses import LEAST_SECONDS, abandon_exchange
 from asynccomm.rendezvous.channel_meeting import SOON_SECONDS, ChannelMeeting
 from asynccomm.rendezvous.handshake import HandshakeResult, handshake, met, publish_epoch
 from asynccomm.rendezvous.job import announce_departure, comm_key
@@ -94,7 +94,7 @@ class Joining:
         while True:
             try:
                 self._meeting = await connect_store(
-                    place, max(0.0, self.deadline - time.monotonic()) if loss else limit
+                    place, max(LEAST_SECONDS, self.deadline - time.monotonic()) if loss else limit
                 )
             except RendezvousError as exc:
                 if not loss:

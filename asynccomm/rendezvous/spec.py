@@ -29,7 +29,7 @@ from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous.launchers import SLURM, job_name, launcher_of, on_one_host, slurm_address, started_by
 from asynccomm.rendezvous.local_meeting import PortAnnouncer, find_port, meeting_name
 from asynccomm.store.base import PrefixStore, Store, within
-from asynccomm.store.client import StoreClient
+from asynccomm.store.client import StoreClient, check_host
 from asynccomm.store.server import StoreServer, listen, serve, share
 from asynccomm.store.shared import SharedClient
 from asynccomm.store.torch_store import TorchStore
@@ -139,6 +139,7 @@ def _of_environment(where: tuple[int, int], scope: str, env: Mapping[str, str]) 
         elif launcher is not SLURM and not host and not port_text and on_one_host(launcher, env):
             return RendezvousSpec(*where, scope, meeting=meeting_name(job_name(launcher)), hosting=where[0] == 0)
     host = host or _required(env, "MASTER_ADDR")
+    check_host(host, "environment variable MASTER_ADDR")
     port = _port("MASTER_PORT", port_text or _required(env, "MASTER_PORT"))
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
     return RendezvousSpec(*where, scope, host=host, port=port, hosting=where[0] == 0 and not agent)
@@ -338,6 +339,7 @@ def _address(url: SplitResult) -> tuple[str, int]:
         raise ValueError(f"store {url.geturl()!r} has no valid port: {exc}") from None
     if not host or not port:
         raise ValueError(f"store {url.geturl()!r} must be tcp://host:port")
+    check_host(host, f"host of store {url.geturl()!r}")
     return host, port
 
 

@@ -14,10 +14,12 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from datetime import timedelta
 from typing import TypeVar, final
 
 from asynccomm.core.handles import Handle
 from asynccomm.errors import StoreTimeoutError
+from asynccomm.options import number_of_seconds
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -48,8 +50,10 @@ class Store(Handle, abc.ABC):
         """Store ``value`` (a str as UTF-8) under ``key``."""
 
     @abc.abstractmethod
-    async def get(self, key: str, timeout: float | None = None) -> bytes:
+    async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
         """The value of ``key``, waiting up to ``timeout`` seconds for the key to appear (None: the store's default).
+
+        ``timeout`` may also be a timedelta.
 
         Raises: StoreTimeoutError naming the key, or the store if it does not answer within 2 s more.
         """
@@ -74,7 +78,7 @@ class Store(Handle, abc.ABC):
         """Whether all ``keys`` exist."""
 
     @abc.abstractmethod
-    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+    async def wait(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> None:
         """Return once all ``keys`` exist. Raises: StoreTimeoutError as ``get``."""
 
     @abc.abstractmethod
@@ -89,7 +93,7 @@ class Store(Handle, abc.ABC):
     def num_keys(self) -> Awaitable[int]:
         """The number of keys in the whole store, including keys outside of a prefix."""
 
-    async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+    async def multi_get(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> list[bytes]:
         """The values of ``keys``, waiting for all of them to exist. Not atomic."""
         await self.wait(keys, timeout)
         return [await self.get(key, timeout) for key in keys]
@@ -131,7 +135,7 @@ class PrefixStore(Store):
     async def set(self, key: str, value: bytes | str) -> None:
         await self.underlying.set(self._key(key), value)
 
-    async def get(self, key: str, timeout: float | None = None) -> bytes:
+    async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
         return await self.underlying.get(self._key(key), timeout)
 
     def add(self, key: str, amount: int) -> Awaitable[int]:
@@ -143,7 +147,7 @@ class PrefixStore(Store):
     def check(self, keys: Sequence[str]) -> Awaitable[bool]:
         return self.underlying.check([self._key(key) for key in to_keys(keys)])
 
-    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+    async def wait(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> None:
         await self.underlying.wait([self._key(key) for key in to_keys(keys)], timeout)
 
     def delete(self, key: str) -> Awaitable[bool]:
@@ -155,7 +159,7 @@ class PrefixStore(Store):
     def num_keys(self) -> Awaitable[int]:
         return self.underlying.num_keys()
 
-    async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+    async def multi_get(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> list[bytes]:
         return await self.underlying.multi_get([self._key(key) for key in to_keys(keys)], timeout)
 
     async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
@@ -169,18 +173,29 @@ class PrefixStore(Store):
 
 
 def to_bytes(name: str, value: bytes | str) -> bytes:
-    """``value`` as bytes. Raises ``TypeError`` naming the argument."""
+    """``value`` as bytes. Raises: TypeError, ValueError naming the argument."""
     if isinstance(value, str):
-        return value.encode()
+        try:
+            return value.encode()
+        except UnicodeEncodeError as exc:
+            raise ValueError(f"{name} must be bytes or a str that UTF-8 can encode, got {value!r}") from exc
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     raise TypeError(f"{name} must be bytes or str, got {value!r}")
 
 
 def to_key(key: str) -> str:
-    """``key``, if it is a str. Raises ``TypeError``."""
+    """``key``, if it is a str for UTF-8, except for bytes that ``list_keys`` could not decode.
+
+    Raises: TypeError, ValueError.
+    """
     if not isinstance(key, str):
         raise TypeError(f"key must be a str, got {key!r}")
+    if not key.isascii():
+        try:
+            key.encode(errors="surrogateescape")
+        except UnicodeEncodeError as exc:
+            raise ValueError(f"key must be a str that UTF-8 can encode, got {key!r}") from exc
     return key
 
 
@@ -198,9 +213,11 @@ def to_amount(amount: int) -> int:
     return amount
 
 
-def to_limit(timeout: float | None, default: float) -> float:
-    """Seconds for a wait. Raises ``ValueError`` for nan, which no deadline ever reaches."""
-    limit = default if timeout is None else timeout
+def to_limit(timeout: float | timedelta | None, default: float) -> float:
+    """Seconds for a wait. Raises: TypeError; ValueError for nan, which no deadline ever reaches."""
+    if timeout is None:
+        return default
+    limit = number_of_seconds("timeout", timeout)
     if math.isnan(limit):
         raise ValueError(f"timeout must be a number of seconds, got {limit}")
     return limit

@@ -19,9 +19,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Self, TypeVar, cast, final
 
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
+from asynccomm.options import duration, seconds
 from asynccomm.store.base import DEFAULT_TIMEOUT, Store, answered, to_bytes, to_key, to_limit, within
 from asynccomm.store.codec import MULTI_SET_BYTES, Codec
 from asynccomm.store.wait_pool import WaitPool
@@ -173,19 +175,28 @@ class StoreClient(Store):
 
     @classmethod
     async def connect(
-        cls, host: str, port: int, *, timeout: float = DEFAULT_TIMEOUT, connect_timeout: float | None = None
+        cls,
+        host: str,
+        port: int,
+        *,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        connect_timeout: float | timedelta | None = None,
     ) -> Self:
         """Connect, retrying with back-off until the server is up.
 
         Args:
             host, port: the server's address.
-            timeout: seconds that ``get`` and ``wait`` allow by default.
-            connect_timeout: seconds for all attempts together; None: ``timeout``.
+            timeout: seconds or a timedelta, that ``get`` and ``wait`` allow by default.
+            connect_timeout: the same, for all attempts together; None: ``timeout``.
 
-        Raises: RendezvousError when no server answered in time; StoreProtocolError when another service is on that
-        port.
+        Raises: ValueError, TypeError naming the argument; RendezvousError when no server answered in time;
+        StoreProtocolError when another service is on that port.
         """
-        limit = timeout if connect_timeout is None else connect_timeout
+        check_host(host)
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+            raise ValueError(f"port must be an integer from 1 to 65535, got {port!r}")
+        by_default = duration("timeout", timeout)
+        limit = seconds("connect_timeout", connect_timeout, by_default)
         deadline = time.monotonic() + limit
         command = await _open(host, port, deadline, limit)
         try:
@@ -205,7 +216,7 @@ class StoreClient(Store):
             return line
 
         waits = WaitPool(second, another, present)
-        return cls(host, port, command, waits, libuv=libuv, timeout=timeout)
+        return cls(host, port, command, waits, libuv=libuv, timeout=by_default)
 
     @property
     def usable(self) -> bool:
@@ -225,7 +236,7 @@ class StoreClient(Store):
         line.codec.set(key, value)
         await line.no_reply()
 
-    async def get(self, key: str, timeout: float | None = None) -> bytes:
+    async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
         limit = to_limit(timeout, self._timeout)
         deadline = time.monotonic() + limit
         if self._libuv and limit > 0:
@@ -281,7 +292,7 @@ class StoreClient(Store):
         line.codec.check(keys)
         return line.reply()
 
-    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+    async def wait(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> None:
         limit = to_limit(timeout, self._timeout)
         await self._wait(keys, limit, time.monotonic() + limit)
 
@@ -305,7 +316,7 @@ class StoreClient(Store):
         line.codec.num_keys()
         return line.reply()
 
-    async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+    async def multi_get(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> list[bytes]:
         limit = to_limit(timeout, self._timeout)
         deadline = time.monotonic() + limit
         await self._wait(keys, limit, deadline)
@@ -350,6 +361,16 @@ class StoreClient(Store):
             await self._waits.aclose(error)
         finally:
             await self._command.close(error)
+
+
+def check_host(host: object, argument: str = "host") -> None:
+    """Raise ValueError unless ``host`` can be the name or address of a host, which the resolver takes."""
+    try:
+        if not isinstance(host, str) or not host:
+            raise UnicodeError("it is no str, or empty")
+        host.encode("idna")
+    except UnicodeError as exc:
+        raise ValueError(f"{argument} must be the name or address of a host, got {host!r}") from exc
 
 
 def _late(keys: Sequence[str], limit: float) -> StoreTimeoutError:

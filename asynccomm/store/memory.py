@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import final
 
 from asynccomm.errors import StoreError, StoreTimeoutError
+from asynccomm.options import duration
 from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_key, to_keys, to_limit, within
 
 
@@ -21,8 +23,8 @@ class MemoryStore(Store):
 
     _instead = "other processes need a store they can reach, such as a StoreClient's"
 
-    def __init__(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
+        self._timeout = duration("timeout", timeout)
         self._values: dict[str, bytes] = {}
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # by the key that each waits for
 
@@ -47,7 +49,7 @@ class MemoryStore(Store):
     async def set(self, key: str, value: bytes | str) -> None:
         self._put(to_key(key), to_bytes("value", value))
 
-    async def get(self, key: str, timeout: float | None = None) -> bytes:
+    async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
         limit = to_limit(timeout, self._timeout)
         deadline = time.monotonic() + limit
         try:
@@ -77,7 +79,7 @@ class MemoryStore(Store):
     async def check(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in to_keys(keys))
 
-    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+    async def wait(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> None:
         names = to_keys(keys)
         limit = to_limit(timeout, self._timeout)
         try:

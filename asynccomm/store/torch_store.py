@@ -15,6 +15,7 @@ import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
+from asynccomm.options import duration
 from asynccomm.store.base import DEFAULT_TIMEOUT, Store, answered, to_amount, to_bytes, to_key, to_keys, to_limit
 from asynccomm.store.routes import address_towards
 
@@ -46,9 +47,9 @@ class TorchStore(Store):
         timeout: seconds that ``get`` and ``wait`` allow by default.
     """
 
-    def __init__(self, store: dist.Store, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, store: dist.Store, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
         self.torchs: dist.Store = store
-        self._timeout = timeout
+        self._timeout = duration("timeout", timeout)
 
     @cached_property
     def _limiter(self) -> anyio.CapacityLimiter:
@@ -64,7 +65,7 @@ class TorchStore(Store):
         name, data = to_key(key), to_bytes("value", value)
         await self._call(lambda: self.torchs.set(name, data))  # type: ignore[arg-type]  # bytes work, the stub says str
 
-    async def get(self, key: str, timeout: float | None = None) -> bytes:
+    async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
         limit = to_limit(timeout, self._timeout)
         deadline = time.monotonic() + limit
         await self._wait([key], limit, deadline)
@@ -85,7 +86,7 @@ class TorchStore(Store):
         names = to_keys(keys)
         return await self._call(lambda: self.torchs.check(names))
 
-    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+    async def wait(self, keys: Sequence[str], timeout: float | timedelta | None = None) -> None:
         limit = to_limit(timeout, self._timeout)
         await self._wait(keys, limit, time.monotonic() + limit)
 

@@ -84,6 +84,7 @@ BAD_CALLS: list[tuple[dict[str, object], str]] = [
     ({"rank": True}, "rank must be an integer, got True"),
     ({"store": 5}, "store must be a Store"),
     ({"store": "http://x"}, "store 'http://x' must be"),
+    ({"store": "tcp://a..b:1"}, r"host of store 'tcp://a\.\.b:1' must be the name or address of a host, got 'a\.\.b'"),
 ]
 
 
@@ -103,7 +104,15 @@ def test_a_missing_variable_is_named(environ: pytest.MonkeyPatch, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("RANK", "one"), ("RANK", "1"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "70000")]
+    ("name", "value"),
+    [
+        ("RANK", "one"),
+        ("RANK", "1"),
+        ("RANK", "-1"),
+        ("WORLD_SIZE", "0"),
+        ("MASTER_ADDR", "a..b"),
+        ("MASTER_PORT", "70000"),
+    ],
 )
 def test_a_wrong_variable_is_named_with_its_value(environ: pytest.MonkeyPatch, name: str, value: str) -> None:
     environ.setenv(name, value)

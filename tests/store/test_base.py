@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,36 @@ async def test_keys_that_are_no_text_are_refused(store: Store) -> None:
         with pytest.raises(TypeError, match="key must be a str, got 5"):
             await call()
     assert not await store.check(["5"])
+
+
+async def test_text_that_utf8_cannot_encode_is_named(store: Store) -> None:
+    text = "\ud800"
+    calls: list[tuple[str, Awaitable[Any]]] = [
+        ("key", store.set(text, b"")),
+        ("key", store.get(text, 0)),
+        ("key", store.wait([text], 0)),
+        ("value", store.set("k", text)),
+        ("value", store.append("k", text)),
+        ("value( of 'k')?", store.multi_set({"k": text})),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=rf"^{name} must be .*that UTF-8 can encode, got '\\ud800'"):
+            await call
+    with pytest.raises(ValueError, match=r"^desired must be .*that UTF-8 can encode, got '\\ud800'"):
+        await store.compare_set("k", b"", text)
+
+
+async def test_a_timeout_may_be_a_timedelta(store: Store) -> None:
+    await store.set("here", b"x")
+    assert await store.get("here", timedelta(seconds=20)) == b"x"
+    await store.wait(["here"], timedelta(seconds=20))
+    with pytest.raises(StoreTimeoutError, match=r"within 0\.01 s"):
+        await store.get("missing", timedelta(seconds=0.01))
+    wrong: Any
+    for wrong in ("3", True):
+        for call in (store.get("here", wrong), store.wait(["here"], wrong), store.multi_get(["here"], wrong)):
+            with pytest.raises(TypeError, match=f"timeout must be seconds or a timedelta, got {wrong!r}"):
+                await call
 
 
 async def test_nan_is_no_timeout(store: Store) -> None:

@@ -8,6 +8,7 @@ import math
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -423,6 +424,40 @@ async def test_nobody_there() -> None:
 async def test_an_unknown_host() -> None:
     with pytest.raises(RendezvousError, match=r"no store at no\.such\.host\.invalid:1 within 0\.1 s"):
         await StoreClient.connect("no.such.host.invalid", 1, connect_timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("timeout", math.nan, "must be positive, got nan"),
+        ("timeout", -1, "must be positive, got -1"),
+        ("timeout", 0, "must be positive, got 0"),
+        ("timeout", True, "must be seconds or a timedelta, got True"),
+        ("timeout", "3", "must be seconds or a timedelta, got '3'"),
+        ("timeout", None, "must be seconds or a timedelta, got None"),
+        ("connect_timeout", 0, "must be positive, got 0"),
+        ("port", 99999, "must be an integer from 1 to 65535, got 99999"),
+        ("port", -1, "must be an integer from 1 to 65535, got -1"),
+        ("port", 1.5, "must be an integer from 1 to 65535, got 1.5"),
+        ("port", "29500", "must be an integer from 1 to 65535, got '29500'"),
+        ("host", None, "must be the name or address of a host, got None"),
+        ("host", "", "must be the name or address of a host, got ''"),
+        ("host", "a..b", "must be the name or address of a host, got 'a..b'"),
+        ("host", "a" * 70, "must be the name or address of a host, got 'aaa"),
+    ],
+)
+async def test_wrong_arguments_are_named_with_their_values(name: str, value: object, text: str) -> None:
+    arguments: dict[str, Any] = {"host": "127.0.0.1", "port": 1, name: value}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        await StoreClient.connect(**arguments)
+    assert str(caught.value).startswith(f"{name} {text}")
+
+
+async def test_a_time_limit_may_be_a_timedelta(server: dist.TCPStore) -> None:
+    client = await StoreClient.connect("127.0.0.1", server.port, timeout=timedelta(milliseconds=10), connect_timeout=10)
+    with pytest.raises(StoreTimeoutError, match=r"within 0\.01 s"):
+        await client.get("missing")
+    await client.aclose()
 
 
 async def test_a_silent_server_is_not_waited_for_beyond_the_limit(fake: StartFake) -> None:
