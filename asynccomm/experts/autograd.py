@@ -4,8 +4,8 @@ The tensors travel outside of autograd, between two nodes of the graph: one behi
 before the results, made when the Work is read. In the backward pass, the latter keeps the gradients of the results, and
 the former sends them the opposite way and waits for those of the inputs. autograd runs nodes that were made in one
 thread in the opposite order, so all ranks send gradients in the opposite order of their calls, also where they read the
-Works in another order. With gradients enabled the nodes are there on every rank, whether its tensors need gradients or
-not: a backward pass runs the same collectives everywhere.
+Works in another order, as long as that is in the same thread. With gradients enabled the nodes are there on every rank,
+whether its tensors need gradients or not: a backward pass runs the same collectives everywhere.
 """
 
 from __future__ import annotations
