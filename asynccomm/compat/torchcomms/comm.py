@@ -327,10 +327,13 @@ class TorchComm(TorchCollectiveMethods):
 
         Returns: a TorchWork that is done; an awaitable of it where a loop runs.
 
-        Raises: RuntimeError for wrong values; the errors of ``asynccomm.new_comm``.
+        Raises: RuntimeError for wrong values and TypeError, before anything changes; the errors of
+            ``asynccomm.new_comm``.
         """
         if self._finalized:
             raise RuntimeError(f"comm {self._name!r} is finalized")
+        if not isinstance(init_handles, (Sequence, AbstractSet)):
+            raise TypeError(f"init_handles must be a list or a set of handles, got {init_handles!r}")
         handles = sorted(init_handles) if isinstance(init_handles, AbstractSet) else list(init_handles)
         if self._handle not in handles or len(set(handles)) < len(handles):
             raise RuntimeError(f"init_handles must be different, and have this process's handle, got {handles}")
@@ -338,30 +341,39 @@ class TorchComm(TorchCollectiveMethods):
         if timeout is not None:
             options.timeout = timeout
         if hints is not None:
+            check_strings(hints)
             options.hints = dict(hints)
-        rank = handles.index(self._handle)
-        old, self._either = self._either, None
-
-        def then(comm: EitherComm | None) -> EitherComm:
-            assert comm is not None
-            self._either, self._aborted = comm, False
-            return comm
-
-        def make() -> PendingComm[Any]:
-            return connecting(f"{self._name}/{uuid}", self._backend, self._device, options, rank, len(handles))
-
+        with refusing({"name": "uuid"}):  # a wrong value is refused before the ranks so far are left
+            pending = connecting(
+                f"{self._name}/{uuid}",
+                self._backend,
+                self._device,
+                options,
+                handles.index(self._handle),
+                len(handles),
+            )
+        if asyncio._get_running_loop() is not None:
+            return self._reconfigured(pending)
+        if (old := self._leave()) is not None:
+            old.close()
         with refusing():
-            if asyncio._get_running_loop() is None:
-                if old is not None:
-                    old.close()
-                work = TorchWork(EitherComm.make(make, then).comm.barrier())
-                work.wait()
-                return work
-            return self._reconfigured(old, make, then)
+            work = TorchWork(EitherComm.make(lambda: pending, self._enter).comm.barrier())
+        work.wait()
+        return work
 
-    async def _reconfigured(self, old: EitherComm | None, make: Callable[[], PendingComm[Any]], then: Any) -> TorchWork:
-        if old is not None:
+    async def _reconfigured(self, pending: PendingComm[Any]) -> TorchWork:
+        if (old := self._leave()) is not None:
             await old.close()
-        work = TorchWork((await EitherComm.make(make, then)).comm.barrier())
+        with refusing():
+            work = TorchWork((await EitherComm.make(lambda: pending, self._enter)).comm.barrier())
         await work
         return work
+
+    def _leave(self) -> EitherComm | None:
+        old, self._either = self._either, None
+        return old
+
+    def _enter(self, comm: EitherComm | None) -> EitherComm:
+        assert comm is not None
+        self._either, self._aborted = comm, False
+        return comm

@@ -108,14 +108,28 @@ def reconfigured(backend: str, store: Any, comm: Comm) -> None:
     assert main.get_rank() == 2 - comm.rank
     main.reconfigure("step 2", set(handles))
     assert main.get_size() == 3
-    with pytest.raises(RuntimeError, match="init_handles"):
-        main.reconfigure("step 3", handles[: comm.rank])
+    for error, text, arguments in wrong_reconfigurations(handles, main):
+        with pytest.raises(error, match=text):
+            main.reconfigure(*arguments)
+    main.barrier(False)  # the ranks are still there
     if comm.rank > 0:
         main.reconfigure("fewer", handles[1:], timeout=LIMIT)
         total = torch.ones(1)
         main.all_reduce(total, ReduceOp.SUM, False)
         assert (total.item(), main.get_size()) == (2, 2)
     main.finalize()
+
+
+def wrong_reconfigurations(handles: list[str], main: TorchComm) -> list[tuple[type[Exception], str, tuple[Any, ...]]]:
+    mine = main.get_init_handle()
+    return [
+        (RuntimeError, "init_handles must be different", ("wrong", [handle for handle in handles if handle != mine])),
+        (TypeError, "init_handles must be a list or a set of handles, got 5", ("wrong", 5)),
+        (RuntimeError, "uuid must be a str that UTF-8 can encode", ("\ud800", handles)),
+        (RuntimeError, "timeout must be positive", ("wrong", handles, timedelta(seconds=-1))),
+        (TypeError, "hints must be a mapping", ("wrong", handles, LIMIT, "control")),
+        (RuntimeError, "hint 'control' must be 'on' or 'off'", ("wrong", handles, LIMIT, {"control": "no"})),
+    ]
 
 
 def comm_handles(comm: Comm, mine: str) -> list[str]:
@@ -134,6 +148,10 @@ async def test_reconfiguring_in_a_coroutine(comm: Comm) -> None:
     for step in range(2):
         work = await main.reconfigure(f"step {step}", handles)
         assert work.is_completed()
+    for error, text, arguments in wrong_reconfigurations(handles, main):
+        with pytest.raises(error, match=text):
+            main.reconfigure(*arguments)
+    await main.barrier(True)  # the ranks are still there
     await main.finalize()
 
 
