@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Final, final
 
-# Before an argument's name stands none of these words: "tensor must be a dense tensor" has one name of an argument
-_NOUN: Final = "".join(rf"(?<!\b{word} )" for word in ("a", "an", "the", "one", "dense"))
+# Before an argument's name stands none of these words: "tensor must be a dense tensor" has one name of an argument, and
+# "rank must have room, but there are 8 bytes on rank 1" one, too
+_NOUN: Final = "".join(rf"(?<!\b{word} )" for word in ("a", "an", "the", "one", "dense", "on"))
 
 
 @final

@@ -43,6 +43,7 @@ def check(calls: Calls) -> None:
         ),
         ("extras[0] has dtype a, but extras[1] has b", "logits has dtype a, but extras[1] has b"),
         ("tensor[0] and root", "input_[0] and src"),
+        ("root must fit: there are 2 on root 0", "src must fit: there are 2 on root 0"),
     ],
 )
 def test_names_are_replaced_and_nouns_and_values_are_not(text: str, renamed: str) -> None:
@@ -151,6 +152,9 @@ async def test_torchcomms(comm: Comm) -> None:
     def program() -> None:
         face = torchcomms.new_comm(comm.backend, torch.device("cpu"), "renamed", timeout=timedelta(seconds=40))
         rank = face.get_rank()
+        window = face.window_allocate(8, signal_size=2)
+        absent: Any = None
+        equal = torchcomms.SignalCmpOp.EQ
         check(
             [
                 ("output_tensor_list[1] must have", lambda: face.gather([TWO, THREE], TWO, rank, False)),
@@ -161,6 +165,19 @@ async def test_torchcomms(comm: Comm) -> None:
                     "scatter_object_input_list must have one object",
                     lambda: torchcomms.objcol.scatter_object_list(face, rank, [None], [1]),
                 ),
+                ("window_size must be in [0, 2**62), got -1", lambda: face.window_allocate(-1)),
+                ("window_size must be an integer, got None", lambda: face.window_allocate(absent)),
+                ("signal_size must be in", lambda: face.window_allocate(8, signal_size=-1)),
+                ("dst_rank must be in [0, 2), got 9", lambda: window.put(TWO, 9, 0, False)),
+                ("target_disp must leave room", lambda: window.put(TWO, 0, 99, False)),
+                ("dst_rank must be in [0, 2), got 9", lambda: window.signal(0, 1, 9, False)),
+                ("signal_disp must be in [0, 2)", lambda: window.signal(7, 1, 0, False)),
+                ("signal_val must be in [0, 2**64), got -5", lambda: window.signal(0, -5, 0, False)),
+                ("signal_disp must be in [0, 2)", lambda: window.wait_signal(7, 1, equal, False)),
+                ("signal_val must be in [0, 2**64), got -5", lambda: window.wait_signal(0, -5, equal, False)),
+                ("cmp_op must be a SignalCmpOp, got None", lambda: window.wait_signal(0, 1, absent, False)),
+                ("rank must be in [0, 2), got 9", lambda: window.get_tensor(9, (1,), TWO.dtype, 0)),
+                ("sizes must not be negative", lambda: window.get_tensor(0, (-1,), TWO.dtype, 0)),
             ]
         )
         face.finalize()

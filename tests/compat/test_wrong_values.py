@@ -1,9 +1,14 @@
-"""Arguments of wrong kinds and values, to the blocking functions of the faces: each error is one of a check."""
+"""Arguments of wrong kinds and values, to the blocking functions of the faces.
+
+Each error is one of a check, and names an argument of the function.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
@@ -13,7 +18,7 @@ import torch
 
 from asynccomm import AsyncCommError, Comm
 from asynccomm.compat import bagua, torchcomms, vllm
-from asynccomm.compat.torchcomms import ReduceOp, functional, objcol
+from asynccomm.compat.torchcomms import ReduceOp, SignalCmpOp, functional, objcol
 
 LIMIT: Final = timedelta(seconds=20)
 WRONG: Final[list[Any]] = [
@@ -25,6 +30,7 @@ UNCHECKED: Final = (
     *("has no attribute", "not iterable", "not subscriptable", "unsupported operand", "not supported between"),
     *("positional argument", "unexpected keyword", "object of type", "indices must be"),
 )
+NAMED: Final = re.compile(r"(\w+)(?:\[\d+\])* (?:must|has) ")  # the argument in a check's error
 
 Cases = dict[str, Callable[[], list[Any]]]  # by name of a function: right arguments
 
@@ -34,16 +40,18 @@ def t() -> torch.Tensor:
 
 
 def problems(owner: Any, cases: Cases) -> list[str]:
-    """The calls, with one argument replaced by a wrong one, that raised an error of no check."""
+    """The calls, with one argument replaced by a wrong one, that raised an error of no check or with a wrong name."""
     found = []
     for name, make in cases.items():
+        names = inspect.signature(getattr(owner, name)).parameters
         for place, wrong in itertools.product(range(len(make())), WRONG):
             arguments = make()
             arguments[place] = wrong
             try:
                 getattr(owner, name)(*arguments)
             except (AsyncCommError, RuntimeError, TypeError, ValueError) as exc:
-                if not any(part in str(exc) for part in UNCHECKED):
+                named = NAMED.match(str(exc))
+                if not any(part in str(exc) for part in UNCHECKED) and (named is None or named[1] in names):
                     continue
                 found.append(f"{name} with {wrong!r} as argument {place}: {exc!r}")
             except Exception as exc:
@@ -93,7 +101,18 @@ def of_torchcomms(backend: str) -> list[str]:
     found += problems(objcol, objects) + problems(functional, operators)
     for method in ("send", "recv"):
         found += problems(comm.batch_op_create(), {method: lambda: [t(), 0]})
+    windows: Cases = {
+        "put": lambda: [t(), 0, 0, False],
+        "signal": lambda: [0, 1, 0, False],
+        "wait_signal": lambda: [0, 1, SignalCmpOp.LE, False],
+        "get_tensor": lambda: [0, [2], torch.float32, 0],
+    }
+    found += problems(comm.window_allocate(64), windows)
+    found += problems(comm, {"window_allocate": lambda: [8, False, 4]})
     comm.finalize()
+    elastic = torchcomms.new_comm(backend, torch.device("cpu"), "elastic", timeout=LIMIT, enable_reconfigure=True)
+    found += problems(elastic, {"reconfigure": lambda: [next(names), [elastic.get_init_handle()], None, None]})
+    elastic.finalize()
     return found
 
 

@@ -28,6 +28,9 @@ _NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "all_to_all": {"output_list": "output_tensor_list", "input_list": "input_tensor_list"},
     "scatter": {"output": "output_tensor", "input_list": "input_tensor_list"},
     "gather": {"output_list": "output_tensor_list", "input": "input_tensor"},
+    "put": {"rank": "dst_rank", "offset": "target_disp"},
+    "signal": {"rank": "dst_rank", "slot": "signal_disp", "value": "signal_val"},
+    "wait_signal": {"slot": "signal_disp", "value": "signal_val", "cmp": "cmp_op"},
 }
 
 

@@ -28,6 +28,7 @@ from asynccomm.compat.torchcomms.registration import Hooks, OpArguments, Removab
 from asynccomm.compat.torchcomms.window import TorchCommWindow
 from asynccomm.compat.torchcomms.work import TorchWork
 from asynccomm.errors import BrokenError
+from asynccomm.ops.windows import check_nbytes
 from asynccomm.options import check_bool, check_strings
 from asynccomm.store.base import Store
 
@@ -266,8 +267,8 @@ class TorchComm(TorchCollectiveMethods):
                 )
 
         async def made() -> TorchCommWindow:
-            with refusing():
-                window = await here.comm.window(window_size, signals=signal_size)
+            with refusing({"nbytes": "window_size", "signals": "signal_size"}):
+                window = await here.comm.window(check_nbytes(window_size), signals=signal_size)
             return TorchCommWindow(window, here, self._run)
 
         return here.awaited(made)

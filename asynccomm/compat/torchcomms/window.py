@@ -47,7 +47,7 @@ class TorchCommWindow(Handle):
         Raises: RuntimeError if the tensor would not fit, or the memory of ``rank`` cannot be mapped in this process:
             that of this rank always can, and on one host that of all ranks, over ``shm``.
         """
-        with refusing():
+        with refusing({"shape": "sizes"}):
             return self._window.tensor(rank, sizes, dtype, offset)
 
     def put(self, tensor: Tensor, dst_rank: SupportsIndex, target_disp: SupportsIndex, async_op: bool) -> TorchWork:

@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 
 
 def refused_calls(window: TorchCommWindow, comm: Any) -> None:
-    with pytest.raises(RuntimeError, match="offset must leave room for the tensor: 4 elements"):
+    with pytest.raises(RuntimeError, match="target_disp must leave room for the tensor: 4 elements"):
         window.put(torch.ones(4), 0, 13, async_op=True)
     with pytest.raises(RuntimeError, match="offset must leave room"):
         window.get_tensor(comm.get_rank(), (17,), torch.float32, 0)
-    with pytest.raises(RuntimeError, match=r"slot must be in \[0, 4\)"):
+    with pytest.raises(RuntimeError, match=r"signal_disp must be in \[0, 4\)"):
         window.signal(4, 1, 0, async_op=True)
     with pytest.raises(TypeError, match="async_op must be True or False, got None"):
         window.wait_signal(0, 1, SignalCmpOp.EQ, None)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def program(backend: str) -> None:
     refused_calls(window, comm)
     with pytest.raises(TypeError, match="cpu_buf must be True or False"):
         comm.window_allocate(8, cpu_buf=1)
-    with pytest.raises(RuntimeError, match="signals must be in"):
+    with pytest.raises(RuntimeError, match="signal_size must be in"):
         comm.window_allocate(8, signal_size=-1)
     window.close()
     window.close()
