@@ -22,7 +22,7 @@ from asynccomm.compat import operators
 from asynccomm.compat.either import EitherComm, at_once
 from asynccomm.compat.torchcomms.allocator import MemAllocator
 from asynccomm.compat.torchcomms.collectives import Hints, Limit, TorchCollectiveMethods
-from asynccomm.compat.torchcomms.errors import refusing
+from asynccomm.compat.torchcomms.errors import made_or_refused, refusing
 from asynccomm.compat.torchcomms.options import CommOptions
 from asynccomm.compat.torchcomms.registration import Hooks, OpArguments, RemovableHandle
 from asynccomm.compat.torchcomms.window import TorchCommWindow
@@ -59,6 +59,8 @@ def new_comm(
 
     Raises: RuntimeError for wrong values and names in use; TypeError; the errors of ``asynccomm.new_comm``.
     """
+    if hints is not None:
+        check_strings(hints)
     options = CommOptions(bool(abort_process_on_timeout_or_error), store=store, hints=dict(hints or {}))
     options.high_priority_stream = bool(high_priority_stream)
     if timeout is not None:
@@ -66,11 +68,12 @@ def new_comm(
     place = torch.device(device)
     if enable_reconfigure:
         return at_once(TorchComm(name, backend, place, options, None))
-    with refusing():
-        return EitherComm.make(
+    return made_or_refused(
+        lambda: EitherComm.make(
             lambda: connecting(name, backend, place, options),
             lambda comm: TorchComm(name, backend, place, options, comm),
         )
+    )
 
 
 def connecting(
@@ -189,8 +192,9 @@ class TorchComm(TorchCollectiveMethods):
                 options.hints = dict(hints)
             return TorchComm(name, self._backend, self._device, options, comm)
 
-        with refusing():
-            return here.derive(lambda: here.comm.split(ranks, name, hints=hints, timeout=timeout), then)
+        return made_or_refused(
+            lambda: here.derive(lambda: here.comm.split(ranks, name, hints=hints, timeout=timeout), then)
+        )
 
     def finalize(self) -> Any:
         """Wait for the operations in flight, and free everything; in a coroutine, ``await`` the call.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 from asynccomm.compat.renamed import Renamed
 
@@ -22,3 +23,15 @@ def refusing(names: Mapping[str, str] | None = None) -> Iterator[None]:
             yield
     except ValueError as exc:
         raise RefusedError(str(exc)) from exc
+
+
+def made_or_refused(make: Callable[[], Any]) -> Any:
+    """``make()``, or an awaitable of it where a loop runs. Raises: RefusedError in place of ValueError, from either."""
+    with refusing():
+        made = make()
+    return made if asyncio._get_running_loop() is None else _awaited(made)
+
+
+async def _awaited(made: Awaitable[Any]) -> Any:
+    with refusing():
+        return await made

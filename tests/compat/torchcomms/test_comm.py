@@ -34,6 +34,9 @@ def identity(backend: str) -> None:
     assert copy.deepcopy(comm) is comm
     with pytest.raises(RuntimeError, match="in use"):
         torchcomms.new_comm(backend, CPU, name="main")
+    wrong: Any = "control"
+    with pytest.raises(TypeError, match="hints must be a mapping of strings to strings, got 'control'"):
+        torchcomms.new_comm(backend, CPU, name="other", hints=wrong)
     with pytest.raises(RuntimeError, match="must include this rank"):
         comm.split([other], "other")
     assert comm.split([], "none") is None
@@ -77,6 +80,10 @@ async def test_a_comm_in_a_coroutine(comm: Comm) -> None:
             work.wait()
     await work
     assert tensor.tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match="in use"):
+        await torchcomms.new_comm(comm.backend, CPU, name="awaited")
+    with pytest.raises(RuntimeError, match="must include this rank"):
+        await main.split([1 - comm.rank], "other")
     pair = await main.split([0, 1], "pair")
     assert await main.split([], "none") is None
     await pair.barrier(True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asynccomm.compat.torchcomms.errors import RefusedError, refusing
+from asynccomm.compat.torchcomms.errors import RefusedError, made_or_refused, refusing
 
 
 def test_a_wrong_value_is_both_errors() -> None:
@@ -12,3 +12,13 @@ def test_a_wrong_value_is_both_errors() -> None:
     assert isinstance(caught.value, ValueError)
     with pytest.raises(TypeError), refusing():
         raise TypeError
+
+
+async def wrong() -> None:
+    raise ValueError("root must be ...")
+
+
+async def test_a_wrong_value_that_awaiting_finds_is_both_errors() -> None:
+    made = made_or_refused(wrong)
+    with pytest.raises(RefusedError, match="root"):
+        await made
