@@ -287,8 +287,8 @@ def test_a_call_by_itself() -> None:
 def test_layout_of_shares() -> None:
     assert layout_of_shares(()) == 0, "one tensor, all alike"
     assert layout_of_shares((1, 2)) == layout_of([1, 2]), "as that of a list"
-    assert layout_of_shares((), 1) == layout_of([1])
-    assert layout_of_shares((1, 2), 1) == layout_of([1, 1, 2])
+    assert layout_of_shares((), 1, (2, 3)) == layout_of([1, 2]), "with the rows before the dim"
+    assert layout_of_shares((1, 2), 1, (4, 3, 5)) == layout_of([1, 4, 1, 2])
 
 
 def test_what_is_moved_is_described_in_reals() -> None:
