@@ -587,30 +587,8 @@ async def test_a_deadline_without_a_control_channel_names_no_rank() -> None:
         b.abort("nobody has told it")
 
 
-async def test_cancelled_while_cleaning_up_aclose_can_be_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with loopback_world(1) as (comm,):
-        held, entered = asyncio.Event(), asyncio.Event()
-        close = channel_of(comm).aclose
-
-        async def slow_close() -> None:
-            entered.set()
-            await held.wait()
-            await close()
-
-        monkeypatch.setattr(channel_of(comm), "aclose", slow_close)
-        closing = asyncio.ensure_future(comm.aclose())
-        await entered.wait()
-        closing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-        held.set()
-        async with asyncio.timeout(10):
-            await comm.aclose()
-
-
-async def test_the_name_is_free_once_closing_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)
+async def cancel_closing(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Cancel ``aclose`` while it cleans up; the event lets that go on."""
     held, entered = asyncio.Event(), asyncio.Event()
     close = channel_of(comm).aclose
 
@@ -625,6 +603,21 @@ async def test_the_name_is_free_once_closing_was_cancelled(monkeypatch: pytest.M
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
+    return held
+
+
+async def test_cancelled_while_cleaning_up_aclose_can_be_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        held = await cancel_closing(comm, monkeypatch)
+        held.set()
+        async with asyncio.timeout(10):
+            await comm.aclose()
+
+
+async def test_the_name_is_free_once_closing_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)
+    held = await cancel_closing(comm, monkeypatch)
     async with new_comm("loopback", name="t", store=store, rank=0, size=1) as other:
         await other.barrier()
         held.set()
