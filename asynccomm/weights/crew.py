@@ -172,7 +172,7 @@ class Crew:
         self._job += 1
         if isinstance(given, PushRequest):
             version = self.version + 1 if given.version is None else given.version
-            return Deliver(self._job, version, True, list(self._reception.connected), gone)
+            return Deliver(self._job, version, True, self._reception.admitted(), gone)
         member = self._reception.connected.get(given)
         if member is None or not self._copied or member.version == self._copied:
             return None if not gone else Deliver(self._job, self._copied, False, [], gone)

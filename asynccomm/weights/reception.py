@@ -49,11 +49,11 @@ class Reception:
         self._bucket_bytes, self._seconds = bucket_bytes, seconds
         self._connecting: dict[int, asyncio.Task[ServerLink | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._labels: dict[int, str] = {}
+        self._labels: dict[int, str] = {}  # of the admitted servers
         self._given_up: list[int] = []  # on the first trainer: servers lost after the order to connect with them
         self.reason = ""  #: of a failure that ends the publisher; empty: it ends in order
         self.refused: dict[str, LayoutError] = {}  #: by label
-        self.connected: dict[int, ServerLink] = {}  #: on the first trainer: the servers that all trainers may send to
+        self.connected: dict[int, ServerLink] = {}  #: on the first trainer: by number, also before they are admitted
 
     # -- on the first trainer -----------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Reception:
                 await talk.hear(Connected)
             self.connected[number] = member
         except BaseException as exc:
-            if self._connecting.pop(number, None) is not None:
+            if number in self._connecting:
                 self._given_up.append(number)
             if talk is not None:
                 with suppress(AsyncCommError):
@@ -108,15 +108,23 @@ class Reception:
         else:
             news(number)
 
-    def gone(self) -> list[int]:
-        """Take the connected servers that have ended the exchange out of the list.
+    def admitted(self) -> list[int]:
+        """The numbers of the connected servers that all trainers may send to.
 
-        Returns: their numbers, and those of servers that the other trainers were to connect with in vain.
+        A server may have connected while the order to admit it still waits behind a push.
         """
-        found = [number for number, member in self.connected.items() if member.talk.ended is not None]
+        return [number for number in self.connected if number in self._labels]
+
+    def gone(self) -> list[int]:
+        """Take the admitted servers that have ended the exchange out of the list.
+
+        Returns: their numbers, and those of servers that the other trainers connect with in vain.
+        """
+        found = [number for number in self.admitted() if self.connected[number].talk.ended is not None]
         for number in found:
             del self.connected[number]
-        given_up, self._given_up = self._given_up, []
+        given_up = [number for number in self._given_up if number in self._labels]
+        self._given_up = [number for number in self._given_up if number not in self._labels]
         return found + given_up
 
     def present(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from asynccomm.testing import loopback_world
 from asynccomm.weights.crew import PushRequest, PushResult
 from tests.waiting import until
 
-from .scenes import Served, content, fill, publishers, state
+from .scenes import Gate, Served, content, fill, publishers, state
 
 
 async def test_a_request_is_settled_once() -> None:
@@ -48,6 +48,35 @@ async def test_deliveries_and_pushes_take_turns() -> None:
                 await each.reached(5)
                 assert content(each.tensors) == 5
                 assert each.versions == sorted({*each.versions})
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+@pytest.mark.parametrize("stays", [True, False])
+async def test_a_server_that_comes_while_a_push_is_queued(
+    monkeypatch: pytest.MonkeyPatch, trainers: int, stays: bool
+) -> None:
+    """It connects with the first trainer alone, before the others hear of it."""
+    async with loopback_world(trainers) as comms:
+        states = [state(1, dtype=torch.float64), {}][:trainers]  # conversion needs a copy
+        first = Served(comms[0], state(), label="first")
+        async with publishers(comms, states, servers=1) as made:
+            gate = Gate(monkeypatch, 0)
+            pushes = [asyncio.gather(*(publisher.push() for publisher in made)) for _ in range(2)]
+            await gate.blocked(1)
+            late = Served(comms[0], state(), label="late")
+            await until(lambda: made[0].servers == ("first", "late"))
+            if not stays:
+                await late.leave()
+                await until(lambda: made[0].servers == ("first",))
+            gate.open.set()
+            for version, push in enumerate(pushes, 1):
+                assert {(result.version, result.servers) for result in await push} == {(version, ("first",))}
+            if stays:
+                await late.reached(2)
+                assert late.versions == [2]
+            last = await asyncio.gather(*(publisher.push() for publisher in made))
+            assert {(result.servers, len(result.lost)) for result in last} == {(made[0].servers, 0)}
+            await first.reached(3)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

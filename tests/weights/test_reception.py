@@ -47,7 +47,10 @@ async def test_a_server_that_is_lost_while_it_joins_holds_no_other_up(caplog: py
     late.say(LayoutOffer("late", LAYOUT, True))
     await until(lambda: orders)
     await late.abort("it was stopped")
-    await until(lambda: reception.gone() == [2])  # the other trainers were told to connect
+    await until(lambda: "late could not join the trainers" in caplog.text)
+    assert reception.gone() == []  # as long as the order is not carried out
+    reception.admit(orders[0])
+    assert reception.gone() == [2]  # the other trainers connect with it
     other = await join(meeting)
     other.say(LayoutOffer("other", LAYOUT, True))
     await until(lambda: len(orders) == 2)
@@ -59,6 +62,9 @@ async def test_a_server_that_is_lost_while_it_joins_holds_no_other_up(caplog: py
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "server 1 could not join the trainers: AbortedError: aborted by rank 1: out of memory" in caplog.text
     assert (await reception.members([1, 3]))[1] == {1: "it was not admitted"}
+    assert reception.admitted() == []
+    reception.admit(orders[1])
+    assert reception.admitted() == [3]
     await asyncio.gather(other.aclose())
     await until(lambda: reception.gone() == [3])
     greeting.cancel()
