@@ -110,11 +110,9 @@ class Crew:
         self._orders.put_nowait(order)
 
     def push(self, version: int | None, info: object) -> PushRequest:
-        """Request a push. Raises: ValueError; the error that ended the crew."""
+        """Request a push. Raises: the error that ended the crew."""
         if self.running.done():
             raise self.error
-        if version is not None and version <= self.version:
-            raise ValueError(f"version must be above {self.version}, got {version}")
         request = PushRequest(version, info, asyncio.get_running_loop().create_future())
         self._requests.add(request)
         (self._orders if self.first else self._calls).put_nowait(request)

@@ -87,8 +87,6 @@ async def test_version_numbers_rise_and_are_the_same_on_all_trainers() -> None:
         async with publishers(comms, [state(1), state(1)], servers=1) as made:
             await together(made, version=7)
             await together(made)
-            with pytest.raises(ValueError, match="version must be above 8, got 8"):
-                await made[0].push(8)
             with pytest.raises(TypeError, match="version must be an integer, got '9'"):
                 await made[0].push("9")  # type: ignore[arg-type]
             first, second = await asyncio.gather(made[0].push(10), made[1].push(11), return_exceptions=True)
@@ -96,6 +94,15 @@ async def test_version_numbers_rise_and_are_the_same_on_all_trainers() -> None:
             assert "version must be the same on all trainers, got 11, and 10 on trainer 0" in str(second)
             assert isinstance(first, PushAbandonedError)
             assert str(first).startswith("the push of version 10 was abandoned: trainer 1 could not take part")
+            async with asyncio.timeout(LIMIT):
+                old = await asyncio.gather(*(each.push(8) for each in made), return_exceptions=True)
+                mixed = await asyncio.gather(made[0].push(4), made[1].push(70), return_exceptions=True)
+                other = await asyncio.gather(made[0].push(70), made[1].push(4), return_exceptions=True)
+            assert [repr(error) for error in old] == ["ValueError('version must be above 8, got 8')"] * 2
+            assert repr(mixed[0]) == "ValueError('version must be above 8, got 4')"
+            assert "version must be the same on all trainers, got 70, and 4 on trainer 0" in str(mixed[1])
+            assert isinstance(other[0], PushAbandonedError)
+            assert "version must be the same on all trainers, got 4, and 70 on trainer 0" in str(other[1])
             assert (await together(made))[0].version == 9
             await served.reached(9)
             assert served.versions == [7, 8, 9]
