@@ -126,7 +126,7 @@ class Weights:
 
     layout: Layout
     tensors: dict[str, Tensor]  #: the local parts, detached, in the memory of the state
-    owners: dict[str, Tensor]  #: the tensor objects of the state itself
+    owners: dict[str, Tensor]  #: parameters and buffers of a module, which may get other memory
 
 
 def collect(
@@ -157,6 +157,8 @@ def collect(
     for own, part in parts.items():
         if not isinstance(part, (Shard, Region)):
             raise TypeError(f"shards[{own!r}] must be a Shard or Region, got {part!r}")
+    members = [*state.parameters(), *state.buffers()] if isinstance(state, nn.Module) else []
+    movable = {id(tensor) for tensor in members}
     found = Weights({}, {}, {})
     seen: dict[object, str] = {}
     for own, value in entries.items():
@@ -174,7 +176,9 @@ def collect(
         key = identity(local), shape, offsets
         tied = seen.setdefault(key, name)
         found.layout[name] = Slice(shape, str(local.dtype), offsets, tuple(local.shape), "" if tied == name else tied)
-        found.tensors[name], found.owners[name] = local, value
+        found.tensors[name] = local
+        if id(value) in movable:
+            found.owners[name] = value
     return found
 
 

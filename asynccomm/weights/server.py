@@ -12,7 +12,6 @@ from typing import final
 
 import torch
 from torch import distributed as dist
-from torch import nn
 
 from asynccomm.backends.base import device_of
 from asynccomm.comm.comm import Comm
@@ -21,7 +20,7 @@ from asynccomm.core.handles import Handle
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, check_bool, check_name, check_strings, seconds
 from asynccomm.store.base import Store
-from asynccomm.weights.layout import Region, Rename, Shard, State, collect
+from asynccomm.weights.layout import Region, Rename, Shard, State, Weights, collect
 from asynccomm.weights.updates import Site, Updates
 
 __all__ = ["Server"]
@@ -44,6 +43,7 @@ class Server(Handle):
         state: a module, for all parameters and buffers in its ``state_dict()``, or a mapping of names to tensors: the
             part of this server. The part of a DTensor follows from its placements; other tensors are whole, unless
             ``shards`` names their parts. A server may have other parts and other floating dtypes than the trainers.
+            A ``state_dict()`` of copies, as of ``FullyShardedDataParallel``, is refused.
         store: the store of the publisher, see :func:`asynccomm.pair_comm`; None: that of the launcher.
         name: of the publisher.
         label: a name of this server for errors and results; None: host and process.
@@ -85,11 +85,9 @@ class Server(Handle):
             check_strings(hints)
         own = CommInfo(label, 0, 1, device_of(device))
         read = partial(collect, state, own, shards=shards, rename=rename, written=True)
-        read()
+        _check_copies(read(), read())
         limit = seconds("timeout", timeout, DEFAULT_TIMEOUT)
-        self._site = Site(
-            label, store, name, read, isinstance(state, nn.Module), strict, in_place, own.device, limit, hints
-        )
+        self._site = Site(label, store, name, read, strict, in_place, own.device, limit, hints)
 
     @property
     def label(self) -> str:
@@ -114,3 +112,14 @@ class Server(Handle):
         """
         check_bool("automatic", automatic)
         return Updates(self._site, automatic)
+
+
+def _check_copies(first: Weights, second: Weights) -> None:
+    """Compare two readings of one state. Raises: ValueError if it gives copies, in which each version would be lost."""
+    copies = [
+        name
+        for name, tensor in first.tensors.items()
+        if tensor.numel() and tensor.data_ptr() != second.tensors[name].data_ptr()
+    ]
+    if copies:
+        raise ValueError(f"state must give its tensors themselves, but gives new copies of these: {copies}")

@@ -1,8 +1,8 @@
 """The second copy of a server's weights, where a version arrives, and the step that puts it in the place of the first.
 
-A tensor of a module changes places with its copy: the module gets the new memory, and the old memory receives the next
-version. That takes no time, but needs a tensor that no other object holds a view of. All other tensors (values of a
-mapping, views and their bases, DTensors) are copied into.
+A parameter or buffer of a module changes places with its copy: the module gets the new memory, and the old memory
+receives the next version. That takes no time, but needs a tensor that no other object holds a view of. All others
+(values of a mapping, views and their bases, DTensors, tensors that ``state_dict`` makes) are copied into.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ class Staging:
 
     Args:
         read: reads the server's weights anew.
-        swaps: whether tensors may change places with their copies, because they belong to a module.
         in_place: there is no second copy; versions arrive in the weights themselves.
     """
 
-    def __init__(self, read: Callable[[], Weights], *, swaps: bool, in_place: bool) -> None:
-        self._read, self._swaps, self._in_place = read, swaps, in_place
+    def __init__(self, read: Callable[[], Weights], *, in_place: bool) -> None:
+        self._read, self._in_place = read, in_place
         weights = read()
         self.layout = weights.layout
         self._copies = (
@@ -48,18 +47,16 @@ class Staging:
     def apply(self) -> None:
         """Put the copy in the place of the weights. Raises: ValueError if the state has other tensors by now."""
         weights = self._checked()
-        swapped = set()
-        alone = _alone(weights) if self._swaps else set()
+        alone = _alone(weights)
         with torch.no_grad():
             for name, copy in self._copies.items():
-                owner = weights.owners[name]
                 if name in alone:
+                    owner = weights.owners[name]
                     self._copies[name], owner.data = owner.data, copy
-                    swapped.add(name)
                 else:
                     write(weights.tensors[name], copy)
             for name, part in weights.layout.items():
-                if part.tied in swapped:
+                if part.tied in alone:
                     weights.owners[name].data = weights.owners[part.tied].data
 
     def _checked(self) -> Weights:
@@ -78,12 +75,15 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _alone(weights: Weights) -> set[str]:
-    """The names of the tensors that fill their storage, and have it for themselves."""
-    owners = {name: owner for name, owner in weights.owners.items() if not weights.layout[name].tied}
-    plain = {name: owner.untyped_storage() for name, owner in owners.items() if not is_dtensor(owner)}
-    users = Counter(storage.data_ptr() for storage in plain.values())
+    """The names of the parameters and buffers that fill their storage, and have it for themselves."""
+    tied = {name for name in weights.owners if weights.layout[name].tied}  # these follow the first one
+    storages = {name: tensor.untyped_storage() for name, tensor in weights.tensors.items() if name not in tied}
+    users = Counter(storage.data_ptr() for storage in storages.values())
     return {
         name
-        for name, storage in plain.items()
-        if storage.nbytes() == owners[name].nbytes and users[storage.data_ptr()] == 1
+        for name, storage in storages.items()
+        if name in weights.owners
+        and not is_dtensor(weights.owners[name])
+        and storage.nbytes() == weights.tensors[name].nbytes
+        and users[storage.data_ptr()] == 1
     }

@@ -51,7 +51,6 @@ class Site:
     store: Comm | Store | dist.Store | str | None
     name: str  #: of the publisher
     read: Callable[[], Weights]
-    swaps: bool  #: whether tensors may change places with their copies
     strict: bool
     in_place: bool
     device: torch.device
@@ -176,7 +175,7 @@ class Updates(Handle, AsyncIterator[Update]):
             stack.callback(setattr, site, "occupied", False)
             meeting = await Meeting.open(site.store, site.name, "auto", site.device, site.timeout, site.hints)
             stack.push_async_callback(meeting.aclose)
-            self._staging = Staging(site.read, swaps=site.swaps, in_place=site.in_place)
+            self._staging = Staging(site.read, in_place=site.in_place)
             stack.push_async_callback(self._close_links)
             found = await meeting.find(site.least)
             while not await self._joined(found):

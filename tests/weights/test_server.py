@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from asynccomm.weights import Server, Shard
 
@@ -19,6 +20,28 @@ def test_labels_tell_servers_apart() -> None:
     assert str(os.getpid()) in first.label
     assert Server(state(), label="seven").label == "seven"
     assert first.version == 0
+
+
+def test_a_state_of_copies_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model._register_state_dict_hook(lambda module, found, *_: {**found, "weight": found["weight"].clone()})
+    for in_place in (False, True):
+        with pytest.raises(ValueError, match=r"state must give its tensors .* copies of these: \['weight'\]"):
+            Server(model, in_place=in_place)
+    Server(model, rename=lambda name: None if name == "weight" else name)
+
+
+def test_a_state_beside_parameters_and_buffers() -> None:
+    """Tensors that are a module's own in another way, and stay where they are."""
+
+    class Scaled(nn.Linear):
+        scale = torch.ones(2)
+
+        def get_extra_state(self) -> torch.Tensor:
+            return self.scale
+
+    Server(Scaled(2, 2))
+    Server({"empty": torch.empty(0)})
 
 
 def test_bad_arguments() -> None:

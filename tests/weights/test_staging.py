@@ -17,7 +17,7 @@ OWN = CommInfo("test", 0, 1, torch.device("cpu"))
 
 def staging(state: State, *, in_place: bool = False) -> Staging:
     read = partial(collect, state, OWN, written=True)
-    return Staging(read, swaps=isinstance(state, nn.Module), in_place=in_place)
+    return Staging(read, in_place=in_place)
 
 
 def receive(copy: Staging, value: float) -> None:
@@ -74,6 +74,22 @@ def test_the_whole_of_a_view_keeps_its_memory_too() -> None:
         assert model.fused.data_ptr() == address
         assert model.fused.eq(value).all()
         assert model.part.eq(value).all()
+
+
+def test_a_state_of_other_objects_in_the_memory_of_the_module() -> None:
+    """A tensor that ``state_dict`` makes is gone after ``apply``: its memory must get the values."""
+    model = Model()
+    model._register_state_dict_hook(
+        lambda module, found, *_: {
+            name: tensor if name == "head.weight" else tensor.detach() for name, tensor in found.items()
+        }
+    )
+    copy = staging(model)
+    for value in (1, 2):
+        receive(copy, value)
+        copy.apply()
+        assert {float(tensor.detach().double().mean()) for tensor in [*model.parameters(), model.step]} == {value}
+        assert model.tied.weight.data_ptr() == model.head.weight.data_ptr()
 
 
 def test_inference_tensors_change_places_with_inference_tensors_only() -> None:
