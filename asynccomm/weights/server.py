@@ -15,12 +15,13 @@ from torch import distributed as dist
 
 from asynccomm.backends.base import device_of
 from asynccomm.comm.comm import Comm
+from asynccomm.comm.methods.state_dict import check_copies
 from asynccomm.comm.pairs import meeting_place
 from asynccomm.core.handles import Handle
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, check_bool, check_name, check_strings, seconds
 from asynccomm.store.base import Store
-from asynccomm.weights.layout import Region, Rename, Shard, State, Weights, collect
+from asynccomm.weights.layout import Region, Rename, Shard, State, collect
 from asynccomm.weights.updates import Site, Updates
 
 __all__ = ["Server"]
@@ -85,7 +86,7 @@ class Server(Handle):
             check_strings(hints)
         own = CommInfo(label, 0, 1, device_of(device))
         read = partial(collect, state, own, shards=shards, rename=rename, written=True)
-        _check_copies(read(), read())
+        check_copies(read().tensors, read().tensors)
         limit = seconds("timeout", timeout, DEFAULT_TIMEOUT)
         self._site = Site(label, store, name, read, strict, in_place, own.device, limit, hints)
 
@@ -112,14 +113,3 @@ class Server(Handle):
         """
         check_bool("automatic", automatic)
         return Updates(self._site, automatic)
-
-
-def _check_copies(first: Weights, second: Weights) -> None:
-    """Compare two readings of one state. Raises: ValueError if it gives copies, in which each version would be lost."""
-    copies = [
-        name
-        for name, tensor in first.tensors.items()
-        if tensor.numel() and tensor.data_ptr() != second.tensors[name].data_ptr()
-    ]
-    if copies:
-        raise ValueError(f"state must give its tensors themselves, but gives new copies of these: {copies}")

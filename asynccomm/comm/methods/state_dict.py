@@ -48,6 +48,10 @@ class StateReceiver:
                 self.tensors.append(tensor.detach())
             self.names.append(name)
             self.numbers.append(number)
+        if written and isinstance(state, torch.nn.Module):
+            check_copies(
+                {name: self.tensors[n] for name, n in zip(self.names, self.numbers, strict=True)}, _entries(state)
+            )
         metas = [(CODES[tensor.dtype], tuple(tensor.shape)) for tensor in self.tensors]
         self.head: bytes = pack_value(
             PayloadKind.STATE, (self.names, self.numbers, metas)
@@ -106,6 +110,16 @@ def _entries(state: object) -> Mapping[Any, Any]:
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a torch.nn.Module or a mapping of names to tensors, got {type(state).__name__}")
     return state
+
+
+def check_copies(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    """Compare two readings of a state that is to be written, both alive.
+
+    Raises: ValueError if it gives copies, which a module with an unusual ``state_dict`` does: the values would be lost.
+    """
+    copies = [name for name, tensor in first.items() if tensor.numel() and tensor.data_ptr() != second[name].data_ptr()]
+    if copies:
+        raise ValueError(f"state must give its tensors themselves, but gives new copies of these: {copies}")
 
 
 def identity(tensor: Tensor) -> object:

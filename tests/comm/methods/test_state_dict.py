@@ -84,6 +84,20 @@ async def test_an_empty_state() -> None:
         assert await b.broadcast_state(nn.ReLU(), 0) is not None
 
 
+async def test_a_module_that_gives_copies_cannot_receive() -> None:
+    async with loopback_world(2) as (a, b):
+        copying = net(0)
+        copying._register_state_dict_hook(lambda _, state, *rest: {name: t.clone() for name, t in state.items()})
+        with pytest.raises(
+            ValueError, match=r"state must give its tensors themselves, but gives new copies of these: \["
+        ):
+            b.broadcast_state(copying, 0)
+        target = net(1)
+        a.broadcast_state(copying, 0)  # it can be sent
+        await b.broadcast_state(target, 0)
+        assert equal(target, copying)
+
+
 class Tied(nn.Module):
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
