@@ -142,9 +142,11 @@ class QueueListener:
         if self._tcp is not None:
             self._tcp.close()
         for line in list(self._local.waiting):
-            self._local.refuse(line, "silent")
+            self._local.remove(line)
+            line.close()
         for writer in list(self._remote.waiting):
-            self._remote.refuse(writer, "silent")
+            self._remote.remove(writer)
+            writer.close()
         self._local.log_refusals()
         self._remote.log_refusals()
         _listening.discard(self)
@@ -180,27 +182,26 @@ async def connect_local(handle: QueueHandle, hello: QueueHello) -> tuple[socket.
     loop = asyncio.get_running_loop()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line: FdSocket | None = None
+    reply: asyncio.Future[bytes] = loop.create_future()
+    fds: list[int] = []
 
     def on_reply(message: Datagram) -> None:
         loop.remove_reader(sock.fileno())  # a doorbell reads the later messages
-        reply.set_result(message)
+        fds.extend(message.fds)
+        if not reply.done():  # not cancelled in this iteration of the loop
+            reply.set_result(message.data)
 
     try:
         await connect_in_turn(sock, f"\0{handle.local}")
         if (user := peer_user(sock)) != os.geteuid():
             raise PermissionError(f"the queue belongs to user {user}")
-        reply: asyncio.Future[Datagram] = loop.create_future()
         line = FdSocket(sock, on_reply)
         line.send_now(dumps(hello).encode())
-        message = await reply
-        try:
-            welcome = _check(handle, message.data, len(message.fds))
-            return sock, welcome, message.fds[0]
-        except BaseException:
-            for fd in message.fds:
-                os.close(fd)
-            raise
+        data = await reply
+        return sock, _check(handle, data, len(fds)), fds[0]
     except BaseException:
+        for fd in fds:
+            os.close(fd)
         if line is not None:
             line.close()
         sock.close()

@@ -82,6 +82,44 @@ async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) ->
             assert await refused(sock)
 
 
+async def test_a_connection_that_has_just_come_when_the_queue_closes_is_no_refusal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with hosted(address="127.0.0.1") as (host, queue):
+        handle = QueueHandle.parse(queue.handle)
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as local,
+            socket.create_connection(("127.0.0.1", handle.port)) as remote,
+        ):
+            local.connect(f"\0{handle.local}")
+            await until(lambda: host.listener._local.waiting and host.listener._remote.waiting)
+            host.listener.close()
+            assert await refused(local)
+            assert await refused(remote)
+    assert not caplog.records
+
+
+async def test_a_reply_that_comes_as_the_attachment_is_cancelled_is_dropped() -> None:
+    loop, errors = asyncio.get_running_loop(), list[dict[str, Any]]()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    async with hosted() as (_, queue):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.bind("")
+            server.listen()
+            name = server.getsockname()[1:].decode()
+            attaching = asyncio.ensure_future(attach_queue(changed(queue.handle, local=name)))
+            await asyncio.sleep(0)
+            with server.accept()[0] as sock:
+                sock.recv(4096)
+                descriptors = len(os.listdir("/proc/self/fd"))
+                socket.send_fds(sock, [b"reply"], [sock.fileno()])
+                loop.call_soon(attaching.cancel)  # runs before the reply is read, in the same iteration of the loop
+                with pytest.raises(asyncio.CancelledError):
+                    await attaching
+                assert len(os.listdir("/proc/self/fd")) == descriptors - 1  # without the socket that attached
+    assert not errors
+
+
 async def test_a_closed_queue_is_not_reached() -> None:
     async with hosted() as (host, queue):
         handle = queue.handle
