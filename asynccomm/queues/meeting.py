@@ -52,14 +52,12 @@ class QueueHost:
 
     Args:
         writes: whether this end writes.
-        ranks: ranks of the comm that attach; the queue is made when all have.
+        ranks: ranks of the comm that attach, once each.
     """
 
     def __init__(self, writes: bool, options: QueueOptions, rank: int, comm: str, ranks: Collection[int]) -> None:
-        loop = asyncio.get_running_loop()
         self._options, self._rank, self._comm, self._due = options, rank, comm, set(ranks)
         self._ring, self._drops = ring_bytes(options.capacity), options.overflow == "drop_oldest"
-        self.ready: asyncio.Future[None] = loop.create_future()  #: done when all ranks have attached
         self._tasks: set[asyncio.Task[None]] = set()
         self._participants: WeakSet[Doorbell] = WeakSet()  # of ends that are no ranks
         self._fd = -1
@@ -70,13 +68,6 @@ class QueueHost:
         else:
             self.end = ReadingEnd(options, len(self._due))
         self.listener: QueueListener = QueueListener(self._admit, len(self._due))
-        if not self._due:
-            self.ready.set_result(None)
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that have not attached."""
-        return sorted(self._due)
 
     async def open(self) -> QueueHandle:
         """Listen on TCP if the options say so. Raises: OSError."""
@@ -120,8 +111,6 @@ class QueueHost:
         if rank < 0:
             self._participants.add(bell)
         self._due.discard(rank)
-        if not self._due and not self.ready.done():
-            self.ready.set_result(None)
 
     def _admit_reader(self, end: WritingEnd, hello: QueueHello, welcome: QueueWelcome, remote: bool) -> Admitted:
         label = self._label_of(hello)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -18,13 +18,13 @@ from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.methods.groups import distinct
 from asynccomm.comm.pending import PendingComm
 from asynccomm.core.tasks import detach
-from asynccomm.errors import AsyncCommError, BackendError, StoreError
+from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops.validation import check_rank
 from asynccomm.options import check_name, seconds
 from asynccomm.queues.meeting import QueueHost, attach
 from asynccomm.queues.options import QueueArguments, QueueHandle, QueueOptions
 from asynccomm.queues.queue import MessageQueue
-from asynccomm.queues.terms import QueueTerms, TermsMeeting
+from asynccomm.queues.terms import CAUSE_SECONDS, STORE_SECONDS, Decision, QueueMeeting, QueueTerms
 from asynccomm.store.base import within
 
 Ranks = Sequence[SupportsIndex]
@@ -96,9 +96,9 @@ class Queues(CommBase):
             ranks that did not come or the rank that gave up, or on all ranks the ``address`` that cannot be used;
             ClosedError, BrokenError.
 
-        Cancelling the await is safe; the other ranks get a BackendError. A queue is identified by its ranks, ``name``
-        and the number of earlier queues with both. A call that fails on one rank fails on all of them, also on a rank
-        that calls later, so they meet again at their next calls.
+        Cancelling the await is safe; the other ranks get a BackendError, unless all have attached before. A queue is
+        identified by its ranks, ``name`` and the number of earlier queues with both. A call that fails on one rank
+        fails on all of them, also on a rank that calls later, so they meet again at their next calls.
         """
         if writer is not None and reader is not None:
             raise ValueError(f"reader must be None if there is one writer, got reader={reader!r}, writer={writer!r}")
@@ -132,23 +132,32 @@ class Queues(CommBase):
         async def connect() -> MessageQueue:
             self._submitter.check_loop()
             self._submitter.check_open()
-            meeting = TermsMeeting(room, self.rank, ranks, terms)
-            try:
-                if self.rank == host:
-                    queue = await self._host(reader is None, options, members, meeting, limit)
-                else:
-                    queue = await self._member(host, options, meeting, limit)
-            except (Exception, asyncio.CancelledError) as exc:  # other ones end the loop
-                reason = "it was cancelled" if isinstance(exc, asyncio.CancelledError) else str(exc)
-                detach(asyncio.ensure_future(meeting.give_up(reason)))
-                raise
+            meeting = QueueMeeting(room, self.rank, ranks, terms)
+            with ExitStack() as unless_made:
+                try:
+                    if self.rank == host:
+                        queue = await self._host(reader is None, options, members, meeting, limit, unless_made)
+                    else:
+                        queue = await self._member(options, meeting, limit, unless_made)
+                except (Exception, asyncio.CancelledError) as exc:  # other ones end the loop
+                    reason = "it was cancelled" if isinstance(exc, asyncio.CancelledError) else str(exc)
+                    detach(asyncio.ensure_future(self._give_up(meeting, reason, unless_made.pop_all())))
+                    raise
+                unless_made.pop_all()
+            detach(asyncio.ensure_future(meeting.leave()))
             self._session.dependents.add(queue)
             return queue
 
         return PendingComm(connect)
 
     async def _host(
-        self, writes: bool, options: QueueOptions, members: Sequence[int], meeting: TermsMeeting, limit: float
+        self,
+        writes: bool,
+        options: QueueOptions,
+        members: Sequence[int],
+        meeting: QueueMeeting,
+        limit: float,
+        unless_made: ExitStack,
     ) -> MessageQueue:
         try:
             async with within(limit):
@@ -156,26 +165,45 @@ class Queues(CommBase):
         except TimeoutError as exc:
             raise BackendError(f"the queue could not be made within {limit:g} s") from exc
         queue = host.queue(handle)
-        try:
-            await self._agree(meeting, limit, queue.handle)
-            await self._complete(host, meeting, limit)
-        except BaseException:
-            queue.leave(failed=True)  # for the ranks that have attached
-            raise
+        unless_made.callback(queue.leave, failed=True)
+        await self._decided(meeting.terms, lambda: meeting.offer(queue.handle), limit)
+        await self._decided(meeting.queue, meeting.attached, limit)
         return queue
 
-    async def _complete(self, host: QueueHost, meeting: TermsMeeting, limit: float) -> None:
-        """Wait until all ranks have attached. Raises: BackendError."""
-        left = asyncio.ensure_future(meeting.left())
+    async def _member(
+        self, options: QueueOptions, meeting: QueueMeeting, limit: float, unless_made: ExitStack
+    ) -> MessageQueue:
+        handle = QueueHandle.parse(await self._decided(meeting.terms, meeting.offer, limit))
+        attaching = asyncio.ensure_future(attach(handle, options, self.rank, self.name))
+        unless_made.callback(attaching.add_done_callback, _leave)
+
+        async def attached() -> None:
+            await attaching
+            await meeting.attached()
+
+        await self._decided(meeting.queue, attached, limit)
+        return attaching.result()
+
+    async def _decided(self, decision: Decision, coming: Callable[[], Awaitable[None]], limit: float) -> str:
+        """The result of ``decision``, to which this rank comes by ``coming``.
+
+        Raises: BackendError: ranks are missing, or gave up; ValueError: the terms differ.
+        """
+        reaching = asyncio.ensure_future(decision.reached(coming))
         try:
-            if not await self._done_within(limit, host.ready, left):
-                raise BackendError(f"ranks {host.missing} did not attach to the queue within {limit:g} s")
-            if left.done():
-                left.result()
+            if await self._done_within(limit, reaching):
+                return reaching.result()
         finally:
-            left.cancel()
-        with suppress(StoreError):
-            await meeting.tidy()
+            reaching.cancel()
+        return await decision.late(limit)
+
+    async def _give_up(self, meeting: QueueMeeting, reason: str, end: ExitStack) -> None:
+        """Publish the reason, and then leave the queue: the ranks for which the connection ends look for the reason."""
+        with end:
+            if isinstance(self._session.error, BrokenError):
+                await asyncio.sleep(CAUSE_SECONDS)  # for the other ranks to get that error by their comms
+            publishing = detach(asyncio.ensure_future(meeting.leave(reason)))
+            await asyncio.wait([publishing], timeout=STORE_SECONDS)
 
     async def _open(self, writes: bool, options: QueueOptions, members: Sequence[int]) -> tuple[QueueHost, QueueHandle]:
         """Raises: BackendError."""
@@ -203,38 +231,19 @@ class Queues(CommBase):
         )
         return chosen.address
 
-    async def _agree(self, meeting: TermsMeeting, limit: float, handle: str = "") -> str:
-        """The handle of the host. Raises: BackendError: ranks are missing, or gave up; ValueError: the terms differ."""
-        agreeing = asyncio.ensure_future(meeting.agree(handle))
-        try:
-            if await self._done_within(limit, agreeing):
-                return agreeing.result()
-        finally:
-            agreeing.cancel()
-        return await meeting.late(limit)
-
-    async def _member(self, host: int, options: QueueOptions, meeting: TermsMeeting, limit: float) -> MessageQueue:
-        handle = QueueHandle.parse(await self._agree(meeting, limit))
-        attaching = asyncio.ensure_future(attach(handle, options, self.rank, self.name))
-        try:
-            if not await self._done_within(limit, attaching):
-                raise BackendError(f"rank {host} did not answer to this rank within {limit:g} s")
-            return attaching.result()
-        except BaseException:
-            if attaching.done() and not attaching.cancelled() and attaching.exception() is None:
-                attaching.result().leave(failed=True)
-            raise
-        finally:
-            attaching.cancel()
-
-    async def _done_within(self, limit: float, *futures: asyncio.Future[Any]) -> bool:
-        """Wait for one of ``futures``, up to ``limit`` seconds. Raises: the error of the comm, if that ends before."""
+    async def _done_within(self, limit: float, future: asyncio.Future[Any]) -> bool:
+        """Wait for ``future``, up to ``limit`` seconds. Raises: the error of the comm, if that ends before."""
         watch = _CommWatch(self.loop)
         self._session.dependents.add(watch)
         self._submitter.check_open()
-        either: list[asyncio.Future[Any]] = [*futures, watch.ended]
+        either: list[asyncio.Future[Any]] = [future, watch.ended]
         timeout = None if limit == math.inf else limit
         done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if done == {watch.ended}:
             raise watch.ended.result()
         return bool(done)
+
+
+def _leave(attaching: asyncio.Future[MessageQueue]) -> None:
+    if not attaching.cancelled() and attaching.exception() is None:
+        attaching.result().leave(failed=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -15,10 +15,12 @@ import asynccomm
 from asynccomm import (
     AbortedError,
     BackendError,
+    BrokenError,
     ClosedError,
     Comm,
     EndOfQueueError,
     MessageQueue,
+    PeerLostError,
     QueueError,
     attach_queue,
 )
@@ -184,45 +186,88 @@ async def test_a_rank_that_is_cancelled_gives_up_on_all_ranks() -> None:
         assert await asyncio.gather(*map(carries_an_item, comms)) == [True] * 3
 
 
-@pytest.mark.parametrize("one", ["writer", "reader"])
-async def test_a_rank_that_gives_up_after_others_have_attached_ends_their_queue(
-    one: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def never(handle: QueueHandle, options: Any, rank: int, comm: str) -> MessageQueue:
-        return await (asyncio.Event().wait() if rank == 2 else attach(handle, options, rank, comm))  # type: ignore
+@contextmanager
+def stuck(monkeypatch: pytest.MonkeyPatch, *ranks: int) -> Iterator[list[int]]:
+    """Let ``ranks`` never attach; yields the other ones that have attached."""
+    done: list[int] = []
 
+    async def attach_or_wait(handle: QueueHandle, options: Any, rank: int, comm: str) -> MessageQueue:
+        if rank in ranks:
+            await asyncio.Event().wait()
+        queue = await attach(handle, options, rank, comm)
+        done.append(rank)
+        return queue
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asynccomm.comm.methods.queues.attach", attach_or_wait)
+        yield done
+
+
+@pytest.mark.parametrize("gives_up", [0, 1, 2])
+@pytest.mark.parametrize("one", ["writer", "reader"])
+async def test_a_rank_that_gives_up_before_all_have_attached_ends_the_call_on_all_ranks(
+    one: str, gives_up: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with loopback_world(3) as comms:
-        with monkeypatch.context() as patch:
-            patch.setattr("asynccomm.comm.methods.queues.attach", never)
-            host, member, leaver = (
-                asyncio.ensure_future(comm.queue(timeout=limit, **{one: 0})._connect())  # type: ignore[arg-type]
-                for comm, limit in zip(comms, (30, 30, 0.05), strict=True)
-            )
-            with pytest.raises(BackendError, match=r"rank 0 did not answer to this rank within 0.05 s"):
-                await leaver
-            with pytest.raises(BackendError, match="rank 2 gave up the queue: rank 0 did not answer"):
-                await host
-            queue = await member
-            if one == "writer":
-                with pytest.raises(QueueError):
-                    await queue.get()
-            else:
-                with pytest.raises(ClosedError):
-                    await put_until_it_fails(queue)
-            await queue.aclose()
+        with stuck(monkeypatch, 2) as done:
+            calls = [asyncio.ensure_future(comm.queue(**{one: 0})._connect()) for comm in comms]  # type: ignore[arg-type]
+            await until(lambda: done)
+            calls[gives_up].cancel()
+            for rank, call in enumerate(calls):
+                if rank == gives_up:
+                    with pytest.raises(asyncio.CancelledError):
+                        await call
+                else:
+                    with pytest.raises(BackendError, match=f"^rank {gives_up} gave up the queue: it was cancelled$"):
+                        await call
         assert await asyncio.gather(*map(carries_an_item, comms)) == [True] * 3
 
 
-async def test_ranks_that_do_not_attach_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: object) -> None:
-        await asyncio.Event().wait()
-
+@pytest.mark.parametrize("impatient", [0, 1])
+async def test_ranks_that_do_not_attach_are_named(impatient: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2) as comms:
-        monkeypatch.setattr("asynccomm.comm.methods.queues.attach", never)
-        member = asyncio.ensure_future(comms[1].queue()._connect())
-        with pytest.raises(BackendError, match=r"ranks \[1\] did not attach to the queue within 0.05 s"):
-            await comms[0].queue(timeout=0.05)
-        member.cancel()
+        with stuck(monkeypatch, 1):
+            text = rf"ranks \[1\] did not attach to the queue within 0.05 s, the limit of rank {impatient}"
+            limits = [0.05 if rank == impatient else 30 for rank in range(2)]
+            calls = [comm.queue(timeout=limit)._connect() for comm, limit in zip(comms, limits, strict=True)]
+            for got in await asyncio.gather(*calls, return_exceptions=True):
+                with pytest.raises(BackendError, match=text):
+                    raise got  # type: ignore[misc]
+        assert await asyncio.gather(*map(carries_an_item, comms)) == [True] * 2
+
+
+async def test_ranks_get_the_loss_of_the_host_in_place_of_their_failure_to_attach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with loopback_world(2) as comms:
+
+        async def refused(*_: object) -> None:
+            comms[1]._session.fail(PeerLostError(0, "it was killed"))
+            raise BackendError("connection refused")
+
+        monkeypatch.setattr("asynccomm.comm.methods.queues.attach", refused)
+        host = asyncio.ensure_future(comms[0].queue()._connect())
+        with pytest.raises(PeerLostError, match="rank 0 was lost: it was killed"):
+            await comms[1].queue()
+        with pytest.raises(BrokenError):
+            await host
+
+
+async def test_no_call_leaves_keys_in_the_store() -> None:
+    async with loopback_world(2) as comms:
+        store = comms[0]._session.identity.room
+        keys = await store.num_keys()
+
+        async def all_deleted() -> bool:
+            return await store.num_keys() == keys
+
+        for arguments in ({"writer": 0}, {"writer": 0, "timeout": 1e-4}, {"overflow": "drop_oldest"}):
+            calls = comms[0].queue(**arguments)._connect(), comms[1].queue(writer=0)._connect()  # type: ignore[arg-type]
+            for queue in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(queue, MessageQueue):
+                    await queue.aclose()
+            while not await all_deleted():
+                await asyncio.sleep(0)
 
 
 async def put_until_it_fails(queue: MessageQueue) -> None:
