@@ -164,8 +164,8 @@ class TensorDicts(CommBase):
 
         Args:
             state: a module, for all parameters and buffers in its ``state_dict()``, or a mapping of names to tensors on
-                the comm's device. A value that is no tensor raises a TypeError with its name. A module whose
-                ``state_dict()`` gives copies, such as ``FullyShardedDataParallel``, cannot receive: ValueError.
+                the comm's device. A value that is no tensor raises a TypeError with its name. A module with a
+                ``state_dict()`` of copies, such as ``FullyShardedDataParallel``, cannot receive: ValueError.
 
         Returns: Work of ``state``.
         """
