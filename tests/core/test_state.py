@@ -229,20 +229,24 @@ def test_threads_wait_for_a_lock(state: Any) -> None:
 
 def test_a_signal_interrupts_the_wait_for_a_lock(state: Any) -> None:
     lock, main = state.ReentrantLock(), threading.get_ident()
-    held, over, signals = threading.Event(), threading.Event(), [0]
+    held, over = threading.Event(), threading.Event()
+    signals = sent = 0
 
     def handle(*_: object) -> None:
-        signals[0] += 1
-        if signals[0] == 3:
-            raise InterruptedError
+        nonlocal signals
+        if signals < sent:
+            signals += 1
+            if signals == 3:
+                raise InterruptedError
 
     def hold() -> None:
+        nonlocal sent
         with lock:
             held.set()
-            for count in range(3):
-                signal.pthread_kill(main, signal.SIGUSR2)
-                while signals[0] == count:
-                    os.sched_yield()
+            for sent in range(1, 4):
+                while signals < sent:  # a signal just before the wait does not interrupt it
+                    signal.pthread_kill(main, signal.SIGUSR2)
+                    over.wait(0.01)
             over.wait()
 
     before = signal.signal(signal.SIGUSR2, handle)
