@@ -86,7 +86,7 @@ class AllGather(TensorOp):
 
     @classmethod
     def of_counts(cls, dtype: torch.dtype, numels: Sequence[int], dim: int = 0, shape: Sequence[int] = ()) -> AllGather:
-        """``numels[r]`` elements from each rank r, gathered along ``dim``, where shares have ``shape`` elsewhere."""
+        """``numels[r]`` elements from each rank r, gathered along ``dim``; ``shape``: of a share, for the layout."""
         real, each = moved(dtype, 1)
         numel, counts = counts_of([each * n for n in numels])
         return cls(real, numel, layout=layout_of_shares(counts, dim, shape), counts=counts)

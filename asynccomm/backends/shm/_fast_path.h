@@ -308,12 +308,9 @@ int core_has_memory(const FastPath *f, const HeldCall *call);
 /* The queue of the scope that the caller is in, or NULL; as hold_arguments. */
 int core_queue_of(FastPath *f, HeldCalls **queue);
 
-/* Whether another thread is about to settle a Work; -1 with an exception. */
-int core_is_deciding(const FastPath *f);
-
 /* Settle a call that was held, and is done: 1; 0: Python has done so, as something waits for it; -1 with an exception.
- * `deciding`: the answer of core_is_deciding, after which no Python code has run; -1: not asked yet. */
-int core_settle(FastPath *f, WorkState *work, double now, int deciding);
+ * `deciding`: whether another thread is about to settle a Work; -1: not known, as Python code has run. */
+int core_settle(FastPath *f, WorkState *work, double now, int *deciding);
 
 /* Hold a call in `queue`: 1 with its Work or an exception, 0: Python holds it. */
 int core_hold(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result, PyObject *site,

@@ -92,7 +92,7 @@ static int settle(FastPath *f, WorkState *work)
         Py_XDECREF(settled);
         return settled ? 0 : -1;
     }
-    int result = core_settle(f, work, core_seconds(), -1);
+    int deciding = -1, result = core_settle(f, work, core_seconds(), &deciding);
     if (result <= 0) return result;
     core_log_end(f->recent, work);
     if (PyDict_DelItem(f->scopes.works, (PyObject *)work)) PyErr_Clear(); /* the comm has been dropped */

@@ -91,20 +91,22 @@ int core_give_work(const FastPath *f, HeldCall *held, PyObject *driver, PyObject
     return 0;
 }
 
-int core_is_deciding(const FastPath *f)
+/* Whether another thread is about to settle a Work; -1 with an exception. */
+static int is_deciding(const FastPath *f)
 {
     PyObject *locked = PyObject_CallNoArgs(f->deciding);
     Py_XDECREF(locked);
     return locked ? locked != Py_False : -1;
 }
 
-int core_settle(FastPath *f, WorkState *work, double now, int deciding)
+int core_settle(FastPath *f, WorkState *work, double now, int *deciding)
 {
     if (work->done) return 0; /* another thread has aborted the comm */
-    if (deciding < 0 && (deciding = core_is_deciding(f)) < 0) return -1;
-    int plain = !deciding && (!work->waiters || !PyObject_Size(work->waiters))
+    if (*deciding < 0 && (*deciding = is_deciding(f)) < 0) return -1;
+    int plain = !*deciding && (!work->waiters || !PyObject_Size(work->waiters))
                 && (!work->listeners || !PyObject_Size(work->listeners)) && (!work->callbacks || !PyObject_Size(work->callbacks));
     if (!plain) {
+        *deciding = -1;
         PyObject *none = PyObject_CallMethodObjArgs((PyObject *)work, name_settle, NULL);
         Py_XDECREF(none);
         return none ? 0 : -1;
@@ -410,11 +412,9 @@ static int conclude(Flush *flush, int gc)
     for (int g = 0; g < done && !failed; g++)
         for (int k = flush->groups[g].first; k >= 0 && !failed; k = flush->next[k]) {
             WorkState *work = flush->calls[k]->work;
-            if (deciding < 0) failed = (deciding = core_is_deciding(f)) < 0;
-            int settled = failed ? -1 : core_settle(f, work, now, deciding);
-            failed = settled < 0;
+            failed = core_settle(f, work, now, &deciding) < 0;
             if (!failed) core_note(f, work);
-            if (!settled || f->counts->noted_calls) deciding = -1; /* Python code has run, and other threads perhaps */
+            if (f->counts->noted_calls) deciding = -1; /* Python code has run, and other threads perhaps */
         }
     if (failed) core_break_comm(f);
     return failed ? -1 : 0;
