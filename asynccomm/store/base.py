@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 300.0  # seconds that get() and wait() allow for a key to appear; torch's default
 REPLY_SECONDS = 2.0  # for a reply to get() and wait(), beyond their limit: a limit of 0 finds the keys that exist
+REPLY_TURNS = 3  # of the event loop after that: if it was blocked, a reply that has come may not have been read
 
 
 class Store(Handle, abc.ABC):
@@ -228,11 +229,18 @@ async def answered(reply: Awaitable[T], deadline: float, store: str) -> T:
 
     Raises: StoreTimeoutError naming the ``store``.
     """
+    left = max(0.0, deadline - time.monotonic()) + REPLY_SECONDS
+    replied = asyncio.ensure_future(reply)
     try:
-        async with within(max(0.0, deadline - time.monotonic()) + REPLY_SECONDS):
-            return await reply
-    except TimeoutError:
-        raise StoreTimeoutError(f"the {store} did not answer in time") from None
+        await asyncio.wait([replied], timeout=None if left == math.inf else left)
+        for _ in range(REPLY_TURNS):
+            if not replied.done():
+                await asyncio.sleep(0)
+        if not replied.done():
+            raise StoreTimeoutError(f"the {store} did not answer in time")
+        return replied.result()
+    finally:
+        replied.cancel()
 
 
 def path_of(store: Store) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import math
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from torch import distributed as dist
 
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
+from asynccomm.runner import run
 from asynccomm.store import base
 from asynccomm.store.client import StoreClient
 from asynccomm.store.codec import MAX_KEY, MAX_VALUE
@@ -335,6 +337,30 @@ async def test_a_proxy_cuts_the_connection(proxy: Any, until: Until, use_libuv: 
         await client.set("k", b"v")
     assert proxy.connections == (2 if use_libuv else 3)  # nobody connected again
     await client.aclose()
+
+
+@pytest.mark.parametrize("use_uvloop", [True, False])
+def test_a_reply_that_comes_while_the_loop_is_blocked_counts(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, use_uvloop: bool
+) -> None:
+    monkeypatch.setattr(base, "REPLY_SECONDS", 0.05)
+    server.set("k", "v")
+
+    async def main() -> list[Any]:
+        client = await StoreClient.connect("127.0.0.1", server.port, timeout=20)
+        found = []
+        calls: list[Callable[[], Awaitable[Any]]] = [lambda: client.get("k", 0), lambda: client.get("k", 0.01)]
+        try:
+            for call in [*calls, lambda: client.wait(["k"], 0), lambda: client.multi_get(["k"], 0.01)]:
+                task = asyncio.ensure_future(call())
+                await asyncio.sleep(0)
+                time.sleep(0.2)  # of the loop, as a program that compiles a model blocks it
+                found.append(await task)
+        finally:
+            await client.aclose()
+        return found
+
+    assert run(main(), use_uvloop=use_uvloop) == [b"v", b"v", None, [b"v"]]
 
 
 async def test_a_stopped_server_is_not_waited_for_beyond_the_limit(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
