@@ -57,8 +57,9 @@ class Doorbell:
                 data = b""
             self._bye = self._bye or data == BYE
             if not data:
+                on_end = self.on_end
                 self.close()
-                self.on_end(self._bye)
+                on_end(self._bye)
             else:
                 self.on_wake()
                 if not reset:  # libuv watches a socket no more once it had an error: the rest is read now
@@ -84,9 +85,11 @@ class Doorbell:
             _open.discard(self)
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
+            # these lead to the ring, whose memory the garbage collector alone would free
+            self.on_wake = self.on_end = self.before_close = _nothing
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 

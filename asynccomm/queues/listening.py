@@ -150,11 +150,16 @@ class QueueListener:
         self._local.log_refusals()
         self._remote.log_refusals()
         _listening.discard(self)
+        self._admit = _admit_none  # the other one leads to the rings of the queue
 
     def close_in_child(self) -> None:
         for sock in (self._socket, *(self._tcp.sockets if self._tcp is not None else ())):
             if sock.fileno() >= 0:
                 close_inherited(sock.fileno())
+
+
+def _admit_none(hello: QueueHello, remote: bool) -> Admitted:
+    return Admitted(QueueWelcome("", refused="the queue is closed"))
 
 
 def _close_local(line: FdSocket, reason: str) -> None:

@@ -324,7 +324,10 @@ class ReadingEnd:
     def close(self) -> None:
         """Leave the queue: later calls raise ClosedError. On the loop."""
         self.fail(ClosedError("the queue was closed here"))
-        for source in self.sources:
+        with self._lock:  # the rings are freed with their sources
+            sources, self.sources = self.sources, []
+            self._dropped += sum(source.dropped for source in sources)
+        for source in sources:
             source.close()
 
 

@@ -66,6 +66,10 @@ class Waiters:
                 self._remove(waiter)
         return result
 
+    def release(self) -> None:
+        """Drop the callbacks, as all further attempts raise: no cycle of references then holds the end."""
+        self._arm, self._abandoned = _again, None
+
     def _add(self, waiter: Callable[[], object]) -> None:
         with self._lock:
             self._waiting.append(waiter)
@@ -108,6 +112,10 @@ class Waiters:
         if self._abandoned is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._abandoned)
+
+
+def _again() -> bool:
+    return False
 
 
 def _setter(future: asyncio.Future[None]) -> Callable[[], object]:

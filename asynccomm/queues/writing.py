@@ -297,3 +297,5 @@ class WritingEnd:
         for target in self.targets.values():
             if target.bell is not None and not target.bridged:
                 target.bell.leave()
+        self.waiters.release()
+        self._arrivals.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asynccomm import ParticipantLostError, PeerLostError, attach_queue, new_comm
 from asynccomm.errors import BackendError
@@ -19,7 +21,7 @@ from asynccomm.queues.layout import SLOTS
 from asynccomm.queues.meeting import attach
 from asynccomm.queues.options import QueueHandle, QueueOptions
 from tests.forkserver import Nursery
-from tests.queues.rings import hosted, readers_of
+from tests.queues.rings import from_afar, hosted, readers_of
 from tests.waiting import until
 
 PROGRAM = Path(__file__).parent / "participant.py"
@@ -191,3 +193,30 @@ async def lose_a_rank(rank: int, one: str, victim: int) -> list[int]:
 @pytest.mark.parametrize(("one", "victim"), [("writer", 0), ("writer", 1), ("reader", 0), ("reader", 1)])
 def test_a_lost_rank_is_an_error_of_the_other_end(nursery: Nursery, one: str, victim: int) -> None:
     assert nursery.run(lose_a_rank, 2, one, victim) == {1 - victim: [victim]}
+
+
+def mapped_segments() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:asynccomm")
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "tcp"])
+@pytest.mark.parametrize("writes", [True, False], ids=["writes", "reads"])
+async def test_closed_ends_free_their_memory_without_the_garbage_collector(writes: bool, remote: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = mapped_segments()
+        for _ in range(3):
+            async with hosted(writes, **({"address": "127.0.0.1"} if remote else {})) as (_, queue):
+                other = await attach_queue(from_afar(queue.handle) if remote else queue.handle)
+                writer, reader = (queue, other) if writes else (other, queue)
+                await writer.put(b"first")
+                await writer.put([torch.ones(3)])
+                assert await reader.get() == b"first"
+                assert (await reader.get())[0].sum() == 3
+                async with other:
+                    pass
+            del writer, reader, queue, other, _
+        await until(lambda: mapped_segments() <= before)
+    finally:
+        gc.enable()
