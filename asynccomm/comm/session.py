@@ -186,7 +186,7 @@ class Session:
                 limit itself.
         """
         work = self.submitter.add_aside(op, timeout)
-        self.mailbox.post(lambda: self._spawn(self._run_aside(work, steps)))
+        self.mailbox.post(lambda: self.spawn(self._run_aside(work, steps)))
         return work
 
     async def _run_aside(self, work: Work[Any], steps: Callable[[Work[Any]], Coroutine[Any, Any, None]]) -> None:
@@ -272,7 +272,7 @@ class Session:
         self.identity.free_name()
         self.submitter.abort()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing more is freed
-            self.mailbox.loop.call_soon_threadsafe(lambda: self._spawn(self._discard()))
+            self.mailbox.loop.call_soon_threadsafe(lambda: self.spawn(self._discard()))
 
     async def _discard(self) -> None:
         dropped = AbortedError(self.group.rank, f"comm {self.group.name!r} was dropped unclosed")
@@ -338,7 +338,8 @@ class Session:
         members, group = self.identity.members, self.group
         return located(error, group.name, members[error.rank], members[group.rank])
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run ``coroutine``; closing waits for it. On the loop."""
         task = self.mailbox.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -402,7 +403,7 @@ class Session:
         self.fail(await reporter.complete(error))
 
     def _expired(self, work: Work[Any]) -> None:
-        self._spawn(self._expire(work))
+        self.spawn(self._expire(work))
 
     async def _expire(self, work: Work[Any]) -> None:
         """Ask which ranks have issued the operation of ``work``, which is past its deadline, and break."""

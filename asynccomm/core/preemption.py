@@ -68,12 +68,14 @@ class Preemption:
 
     def _hold(self) -> None:
         if self._handler is not None:
-            self._forking.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            # read before it is changed, as both calls may end by the exception of a signal handler
+            self._forking.__dict__.setdefault("before", signal.pthread_sigmask(signal.SIG_BLOCK, []))
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
     def _release(self) -> None:
-        before = self._forking.__dict__.pop("before", None)
-        if before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if hasattr(self._forking, "before"):
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.before)
+            del self._forking.before
 
     def _release_child(self) -> None:
         handler, self._handler = self._handler, None

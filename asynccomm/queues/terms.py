@@ -129,7 +129,8 @@ class Decision:
             async with asyncio.timeout(STORE_SECONDS):
                 came = await asyncio.gather(*(self._room.check([key]) for key in self._arrivals.values()))
                 missing = [rank for rank, there in zip(self._arrivals, came, strict=True) if not there]
-                problem = f"ranks {missing} did not {self._task} within {limit:g} s, the limit of rank {self._rank}"
+                who = f"ranks {missing}" if missing else "the last rank"
+                problem = f"{who} did not {self._task} within {limit:g} s, the limit of rank {self._rank}"
                 verdict = await self.decide(QueueVerdict(problem=problem))
         except TimeoutError as exc:
             raise BackendError(f"the store did not answer, and no queue was made within {limit:g} s") from exc

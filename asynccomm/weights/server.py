@@ -86,7 +86,12 @@ class Server(Handle):
             check_strings(hints)
         own = CommInfo(label, 0, 1, device_of(device))
         read = partial(collect, state, own, shards=shards, rename=rename, written=True)
-        check_copies(read().tensors, read().tensors)
+        first, second = read().tensors, read().tensors  # both alive, so that copies have other memory
+        if first.keys() != second.keys():
+            raise ValueError(
+                f"state and rename must give the same names each time, got {sorted(first)}, then {sorted(second)}"
+            )
+        check_copies(first, second)
         limit = seconds("timeout", timeout, DEFAULT_TIMEOUT)
         self._site = Site(label, store, name, read, strict, in_place, own.device, limit, hints)
 

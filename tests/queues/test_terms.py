@@ -67,6 +67,15 @@ async def test_a_difference_is_named_on_all_ranks(different: dict[str, Any], val
     assert [(type(each), str(each)) for each in got] == [(ValueError, text)] * 3
 
 
+async def test_the_last_rank_to_come_is_late_where_no_rank_is_missing() -> None:
+    store = MemoryStore()
+    host, _ = meetings(store, TERMS, TERMS)
+    await arrived(host, store)
+    await host.terms._room.set("arrived/2", "")  # its verdict has not come yet
+    with pytest.raises(BackendError, match=r"^the last rank did not come to the queue within 0.5 s, the limit of rank"):
+        await host.terms.late(0.5)
+
+
 async def test_a_rank_that_comes_after_the_limit_of_another_one_fails_by_the_same_error() -> None:
     store = MemoryStore()
     host, member = meetings(store, TERMS, TERMS)

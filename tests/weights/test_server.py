@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from typing import Any
 
 import pytest
@@ -29,6 +30,12 @@ def test_a_state_of_copies_is_refused() -> None:
         with pytest.raises(ValueError, match=r"state must give its tensors .* copies of these: \['weight'\]"):
             Server(model, in_place=in_place)
     Server(model, rename=lambda name: None if name == "weight" else name)
+
+
+def test_other_names_at_each_call_are_refused() -> None:
+    numbers = count()
+    with pytest.raises(ValueError, match=r"must give the same names each time, got \['0', '1'\], then"):
+        Server(nn.Linear(2, 2), rename=lambda name: str(next(numbers)))
 
 
 def test_a_state_beside_parameters_and_buffers() -> None:

@@ -141,10 +141,10 @@ class Queues(CommBase):
                         queue = await self._member(options, meeting, limit, unless_made)
                 except (Exception, asyncio.CancelledError) as exc:  # other ones end the loop
                     reason = "it was cancelled" if isinstance(exc, asyncio.CancelledError) else str(exc)
-                    detach(asyncio.ensure_future(self._give_up(meeting, reason, unless_made.pop_all())))
+                    self._session.spawn(self._give_up(meeting, reason, unless_made.pop_all()))
                     raise
                 unless_made.pop_all()
-            detach(asyncio.ensure_future(meeting.leave()))
+            self._session.spawn(meeting.leave())
             self._session.dependents.add(queue)
             return queue
 

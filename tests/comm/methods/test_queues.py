@@ -26,6 +26,7 @@ from asynccomm import (
 )
 from asynccomm.queues.meeting import attach
 from asynccomm.queues.options import QueueHandle
+from asynccomm.queues.terms import QueueMeeting
 from asynccomm.testing.local import loopback_world
 from tests.pretended_hosts import comm_on
 from tests.queues.rings import from_afar
@@ -268,6 +269,23 @@ async def test_no_call_leaves_keys_in_the_store() -> None:
                     await queue.aclose()
             while not await all_deleted():
                 await asyncio.sleep(0)
+
+
+async def test_a_comm_closes_after_the_keys_of_its_queues_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave, answers = QueueMeeting.leave, asyncio.Event()
+
+    async def slow(meeting: QueueMeeting, reason: str | None = None) -> None:
+        await answers.wait()
+        await leave(meeting, reason)
+
+    monkeypatch.setattr(QueueMeeting, "leave", slow)
+    async with loopback_world(2) as comms:
+        for queue in await both(comms):
+            await queue.aclose()
+        closing = asyncio.gather(*(comm.aclose() for comm in comms))
+        assert await asyncio.wait([closing], timeout=0.1) == (set(), {closing})
+        answers.set()
+        await closing
 
 
 async def put_until_it_fails(queue: MessageQueue) -> None:
