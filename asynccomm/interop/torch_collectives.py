@@ -28,9 +28,21 @@ from asynccomm.interop.torch_words import monitored_barrier_failed
 from asynccomm.interop.torch_work import TorchWork
 from asynccomm.observe.profiling import is_profiling, recorded
 from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.renamed import Renamed
 
 NAME: Final = "asynccomm"  #: of the backend, in torch
 DEVICES: Final = ("cpu", "cuda")
+# By method of the comm: the names of its arguments in torch's functions, where they differ. torch itself checks
+# ``src`` and ``dst``, but neither ``group_src`` nor ``group_dst``
+_TORCHS: Final = {
+    "broadcast": Renamed({"root": "group_src"}),
+    "reduce": Renamed({"root": "group_dst"}),
+    "all_gather_single": Renamed({"output": "output_tensor", "input": "input_tensor"}),
+    "gather": Renamed({"output_list": "gather_list", "input": "tensor", "root": "group_dst"}),
+    "gather_single": Renamed({"output": "gather_tensor", "input": "tensor", "root": "group_dst"}),
+    "scatter": Renamed({"output": "tensor", "input_list": "scatter_list", "root": "group_src"}),
+    "all_to_all": Renamed({"output_list": "output_tensor_list", "input_list": "input_tensor_list"}),
+}
 
 
 @final
@@ -346,6 +358,8 @@ class TorchCollectives:
                 with detached():
                     part = call(*arguments, **options)
         except Exception as exc:
+            if names := _TORCHS.get(call.__name__):
+                names.rename(exc)
             if not self._kept(exc):
                 raise
             return TorchWork((), result)

@@ -85,7 +85,7 @@ class Doorbell:
             _open.discard(self)
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
-            # these lead to the ring, whose memory the garbage collector alone would free
+            # these lead to the ring: the cycles of references would keep its memory until a garbage collection
             self.on_wake = self.on_end = self.before_close = _nothing
 
 

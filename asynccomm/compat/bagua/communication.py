@@ -17,8 +17,8 @@ from asynccomm.comm.comm import Comm
 from asynccomm.compat.bagua.groups import BaguaSingleCommunicatorPy, default_communicator, trusts_values_only
 from asynccomm.compat.bagua.reduction import ReduceOp, reduction
 from asynccomm.compat.either import at_once, outcome
-from asynccomm.compat.renamed import Renamed
 from asynccomm.core.work import Work
+from asynccomm.ops.renamed import Renamed
 from asynccomm.ops.validation import as_index, check_is_tensor
 
 # the names of the functions' arguments, by those of the comm's methods

@@ -18,8 +18,8 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.validation import OutsideError, warn_outside
 from asynccomm.compat.c10d.work import NOTHING, ResultWork, Work, operation_of
 from asynccomm.compat.c10d.world import world
-from asynccomm.compat.renamed import Renamed
 from asynccomm.core import work as _ours
+from asynccomm.ops.renamed import Renamed
 
 P = ParamSpec("P")
 T = TypeVar("T")

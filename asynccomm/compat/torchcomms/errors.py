@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
-from asynccomm.compat.renamed import Renamed
+from asynccomm.ops.renamed import Renamed
 
 
 @final

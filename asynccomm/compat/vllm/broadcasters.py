@@ -6,9 +6,9 @@ from typing import Any
 
 from asynccomm.comm.comm import Comm
 from asynccomm.compat.either import EitherComm
-from asynccomm.compat.renamed import Renamed
 from asynccomm.compat.vllm.message_queue import CAPACITY, MessageQueue
 from asynccomm.errors import AsyncCommError, BackendError
+from asynccomm.ops.renamed import Renamed
 from asynccomm.queues.attaching import attach_queue
 from asynccomm.queues.queue import MessageQueue as AwaitableQueue
 

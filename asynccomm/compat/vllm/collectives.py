@@ -10,9 +10,9 @@ import torch
 from torch import Size, Tensor
 
 from asynccomm.compat.either import EitherComm, at_once, outcome, same
-from asynccomm.compat.renamed import Renamed
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
+from asynccomm.ops.renamed import Renamed
 from asynccomm.ops.validation import as_index, check_dim, check_is_tensor, check_no_tangent
 
 _NAMES: Final = dict.fromkeys(("tensor", "input", "inputs"), "input_")

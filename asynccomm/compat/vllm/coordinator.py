@@ -14,7 +14,6 @@ from asynccomm.comm.comm import Comm, GraphCapture
 from asynccomm.comm.methods.tensor_dicts import GatheredDict
 from asynccomm.compat import operators
 from asynccomm.compat.either import EitherComm, at_once, in_order, outcome, same
-from asynccomm.compat.renamed import Renamed
 from asynccomm.compat.vllm.broadcasters import GroupQueues
 from asynccomm.compat.vllm.experts import GroupExperts
 from asynccomm.compat.vllm.message_queue import MessageQueue
@@ -22,6 +21,7 @@ from asynccomm.compat.vllm.world import environment
 from asynccomm.core.tasks import shielded
 from asynccomm.core.work import Work
 from asynccomm.errors import describe_exception
+from asynccomm.ops.renamed import Renamed
 from asynccomm.ops.validation import as_index
 
 _FROM: Final = Renamed({"root": "src", "object_list": "obj_list"})

@@ -9,9 +9,9 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from asynccomm.compat.either import at_once, outcome
-from asynccomm.compat.renamed import Renamed
 from asynccomm.compat.vllm.collectives import GroupCollectives
 from asynccomm.ops.experts import Dispatched
+from asynccomm.ops.renamed import Renamed
 from asynccomm.ops.validation import check_is_tensor
 from asynccomm.options import check_bool
 

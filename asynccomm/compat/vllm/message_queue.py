@@ -9,8 +9,8 @@ from typing import Any, Final, Self, final
 from asynccomm.blocking.portal import made
 from asynccomm.blocking.queue import BlockingQueue, attach_queue
 from asynccomm.compat.either import at_once
-from asynccomm.compat.renamed import Renamed
 from asynccomm.core.handles import Handle
+from asynccomm.ops.renamed import Renamed
 from asynccomm.options import seconds
 from asynccomm.queues.attaching import attach_queue as attach_awaitable
 from asynccomm.queues.queue import MessageQueue as AwaitableQueue

@@ -9,19 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torchs
 
 import asynccomm.compat.c10d as dist
 from asynccomm import Comm
 from asynccomm.compat import bagua, torchcomms
-from asynccomm.compat.renamed import Renamed
+from asynccomm.ops.renamed import Renamed
 from tests.compat.bagua import programs
 from tests.compat.c10d.worlds import run_ranks
 from tests.compat.vllm.groups import group_of, without_a_loop
+from tests.interop.world import world
 
 Calls = list[tuple[str, Callable[[], Any]]]  # with the start of the error's text
 TWO = torch.ones(2)
 THREE = torch.ones(3)
 INT = torch.ones(2, dtype=torch.int32)
+gathered_by_torch = getattr(torchs, "all_gather_single", None) or torchs.all_gather_into_tensor
 
 
 def check(calls: Calls) -> None:
@@ -122,6 +125,24 @@ async def test_bagua(comm: Comm) -> None:
         )
 
     await programs.without_a_loop(comm, program)
+
+
+@pytest.mark.ranks(2)
+async def test_torch_backend() -> None:
+    with world():
+        check(
+            [
+                ("group_src must be in [0, 2), got -1", lambda: torchs.broadcast(TWO, group_src=-1)),
+                ("group_dst must be in [0, 2), got -1", lambda: torchs.reduce(TWO, group_dst=-1)),
+                ("gather_list must have one tensor for each", lambda: torchs.gather(TWO, [TWO], torchs.get_rank())),
+                ("scatter_list must have one tensor for", lambda: torchs.scatter(TWO, [TWO], torchs.get_rank())),
+                (
+                    "output_tensor must have 4 elements (2 (ranks) x 2 (input_tensor))",
+                    lambda: gathered_by_torch(THREE, TWO),
+                ),
+                ("output_tensor_list must have one", lambda: torchs.all_to_all([TWO], [TWO, TWO])),
+            ]
+        )
 
 
 async def test_c10d() -> None:
