@@ -7,6 +7,7 @@ from another file, or in another version, counts as stale; the pool replaces sta
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # unlike signal, it does not format handlers: their repr may raise
 import contextlib
 import gc
 import importlib.machinery
@@ -49,7 +50,7 @@ class ProcessState:
         self._streams = sys.stdin, sys.stdout, sys.stderr
         self._modules = dict(sys.modules)
         self._umask = _umask()
-        self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._handlers = {number: _signal.getsignal(number) for number in _SIGNALS}
         self._gc, self._recursion_limit = gc.isenabled(), sys.getrecursionlimit()
         self._socket_timeout, self._logging_disabled = socket.getdefaulttimeout(), logging.root.manager.disable
         self._torch = _torch_state()
@@ -66,8 +67,8 @@ class ProcessState:
         sys.stdin, sys.stdout, sys.stderr = self._streams
         sys.modules.update(self._modules)
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) is not handler and handler is not None:  # None: a handler of a module in C
-                signal.signal(number, handler)
+            if _signal.getsignal(number) is not handler and handler is not None:  # None: a handler of a module in C
+                _signal.signal(number, handler)
         (gc.enable if self._gc else gc.disable)()
         sys.setrecursionlimit(self._recursion_limit)
         socket.setdefaulttimeout(self._socket_timeout)

@@ -42,8 +42,19 @@ class RankSteps:
         self._test = modules.find(Path(task.path), task.qualname)
         self.unretrieved: list[str] = []  #: operations that failed and were never awaited
 
-    async def run(self) -> None:
-        """Run the test. Raises: its errors."""
+    async def run(self) -> Exception | None:
+        """Run the test; returns its error. Raises: errors that are no Exception.
+
+        The error is a value because a Runner formats its task. The ``__repr__`` of an error that the task raised could
+        raise there, which would replace the error and leave the Runner's handler of SIGINT; that of a result cannot.
+        """
+        try:
+            await self._run()
+        except Exception as exc:
+            return exc
+        return None
+
+    async def _run(self) -> None:
         asyncio.get_running_loop().set_exception_handler(self._note)
         world = self._task.world
         with pytest.MonkeyPatch.context() as patches:

@@ -79,6 +79,7 @@ class Worker:
         files = ImportedFiles()  # before pytest imports conftest.py files
         self._modules = ProjectModules(self._set_up(setup), files)
         self._loaded: set[Path] = set()  # files of tests
+        self._not_restored = 0  # number of jobs after which the state of the process could not be set back
         self._debugger = RankDebugger(self._send)
         self._own_variables = {name: os.environ[name] for name in OWN_VARIABLES if name in os.environ}
         gc.collect()
@@ -136,6 +137,7 @@ class Worker:
     @contextlib.contextmanager
     def _state_of(self, surroundings: Surroundings, filters: Filters, env: dict[str, str]) -> Iterator[None]:
         """The process in the state that a test sees; afterwards everything is set back."""
+        self._not_restored += 1
         state = ProcessState()
         try:
             with warnings.catch_warnings():
@@ -145,12 +147,14 @@ class Worker:
                 yield
         finally:
             state.restore()
+            self._not_restored -= 1
             self._modules.update()
 
     def _prepare(self, job: Preparation) -> str | Stale:
         """Import the test's file, unless that must be left to a new process."""
         path = Path(job.path)
-        reason = left_behind() or self._modules.stale(path, job.surroundings.sys_path or sys.path)
+        reason = "the state before an earlier test could not be set back" if self._not_restored else None
+        reason = reason or left_behind() or self._modules.stale(path, job.surroundings.sys_path or sys.path)
         if reason is not None:
             return Stale(reason)
         if path not in self._loaded:
@@ -173,7 +177,12 @@ class Worker:
                 test = steps.RankSteps(job, self._modules, self._debugger)
                 with asyncio.Runner() as runner:
                     self._loop = runner.get_loop()
-                    runner.run(test.run())
+                    error = runner.run(test.run())
+                if error is not None:
+                    try:
+                        raise error
+                    finally:
+                        del error  # its traceback has this frame: a cycle
                 unretrieved = test.unretrieved
         except steps.NO_ERRORS as exc:
             return Skipped(str(exc), xfail=isinstance(exc, pytest.xfail.Exception))

@@ -35,8 +35,34 @@ HERE = Surroundings(dict(os.environ), os.getcwd())
 DEADLINE = 60.0  # seconds; it has to import torch
 
 TESTS = """
-    import asyncio, os, sys, warnings
+    import asyncio, os, signal, sys, time, warnings
     import pytest
+
+    class NoRepr(Exception):
+        def __repr__(self):
+            raise LookupError("no repr")
+
+        def __call__(self, *_):
+            pass
+
+    async def fails_without_a_repr():
+        raise NoRepr("its own text")
+
+    async def leaves_a_handler_without_a_repr():
+        signal.signal(signal.SIGUSR1, NoRepr())
+
+    async def finds_the_usual_handlers():
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT).keywords["main_task"] is asyncio.current_task()
+
+    async def cannot_be_undone():
+        usual = time.tzset
+
+        def fails():
+            time.tzset = usual
+            raise OSError("no time zone")
+
+        time.tzset = fails
 
     async def skips():
         pytest.skip("no need")
@@ -126,6 +152,16 @@ def test_nested_classes_and_base_exceptions(worker: Process) -> None:
     assert "raise asyncio.CancelledError" in report.traceback
 
 
+def test_an_object_without_a_repr_stays_with_its_test(worker: Process) -> None:
+    report = worker.run("fails_without_a_repr")
+    assert isinstance(report, Failed)
+    assert report.summary.endswith("NoRepr: its own text")
+    assert 'raise NoRepr("its own text")' in report.traceback
+    assert isinstance(worker.run("finds_the_usual_handlers"), Passed)
+    assert isinstance(worker.run("leaves_a_handler_without_a_repr"), Passed)
+    assert isinstance(worker.run("finds_the_usual_handlers"), Passed)
+
+
 @pytest.mark.parametrize(
     ("filters", "kind"),
     [
@@ -155,6 +191,12 @@ def test_stale_processes_say_so(worker: Process) -> None:
     assert worker.prepare() == "ready"
     assert worker.run("makes_a_mess") == Skipped("no need")
     assert worker.prepare() == Stale("torch's default process group is still initialized")
+    report = worker.run("cannot_be_undone")
+    assert isinstance(report, Failed)
+    assert "no time zone" in report.summary
+    assert worker.prepare() == Stale("the state before an earlier test could not be set back")
+    assert worker.run("skips") == Skipped("no need")
+    assert isinstance(worker.prepare(), Stale), "later tests change nothing about that"
 
 
 def test_tells_where_it_is_and_ends_with_its_parent(worker: Process) -> None:
