@@ -124,6 +124,9 @@ def left_behind() -> str | None:
     """The state that no part of this process can set back; None: there is none."""
     if dist.is_available() and dist.is_initialized():
         return "torch's default process group is still initialized"
+    for name in "stdin", "stdout", "stderr":
+        if getattr(sys, name).closed:
+            return f"sys.{name} is closed"
     return None
 
 

@@ -113,8 +113,9 @@ class Worker:
             job = self._jobs.get()
             reply = self._prepare(job) if isinstance(job, Preparation) else self._run(job)
             self._coverage.save()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in sys.stdout, sys.stderr:
+                with contextlib.suppress(OSError, ValueError):  # the test has closed the stream or its descriptor
+                    stream.flush()
             self._send(reply)
 
     def _send(self, message: object) -> None:

@@ -78,6 +78,9 @@ TESTS = """
             async def method(self):
                 raise asyncio.CancelledError
 
+    async def closes_stdout():
+        sys.stdout.close()
+
     async def makes_a_mess():
         import torch.distributed as dist
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -189,6 +192,8 @@ def test_stale_processes_say_so(worker: Process) -> None:
     assert worker.prepare() == Stale(f"{worker.path} has changed since it was imported")
     os.utime(worker.path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert worker.prepare() == "ready"
+    assert isinstance(worker.run("closes_stdout"), Passed)
+    assert worker.prepare() == Stale("sys.stdout is closed")
     assert worker.run("makes_a_mess") == Skipped("no need")
     assert worker.prepare() == Stale("torch's default process group is still initialized")
     report = worker.run("cannot_be_undone")
