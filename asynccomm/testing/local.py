@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import SupportsIndex
 
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.errors import describe_exception
-from asynccomm.options import MAX_BYTES, MAX_OPS
+from asynccomm.ops.validation import as_index
+from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, seconds
 from asynccomm.store.memory import MemoryStore
 
 __all__ = ["loopback_world"]
@@ -18,7 +20,7 @@ __all__ = ["loopback_world"]
 
 @asynccontextmanager
 async def loopback_world(
-    size: int,
+    size: SupportsIndex,
     *,
     name: str = "test",
     timeout: float | timedelta | None = None,
@@ -33,9 +35,17 @@ async def loopback_world(
     Args:
         timeout: of operations, as of ``new_comm``; connecting, which is within this process, does not count.
 
+    Raises: ValueError, TypeError naming the argument, before any comm connects.
+
     Run one task per rank, or call the comms in turn: an operation runs when its last rank arrives.
     ``comm.unsafe_get_backend().hub`` controls the transport: see ``asynccomm.backends.loopback.Hub``.
     """
+    number = as_index(size)
+    if number is None:
+        raise TypeError(f"size must be an integer, got {size!r}")
+    if number < 1:
+        raise ValueError(f"size must be at least 1, got {number}")
+    limit = seconds("timeout", timeout, DEFAULT_TIMEOUT)
     store = MemoryStore()
     comms = await asyncio.gather(
         *(
@@ -44,20 +54,19 @@ async def loopback_world(
                 name=name,
                 store=store,
                 rank=rank,
-                size=size,
+                size=number,
                 hints=hints,
                 abort_process_on_timeout_or_error=abort_process_on_timeout_or_error,
                 ordering=ordering,
                 max_ops=max_ops,
                 max_bytes=max_bytes,
             )
-            for rank in range(size)
+            for rank in range(number)
         )
     )
     try:
-        if timeout is not None:
-            for comm in comms:
-                comm.set_timeout(timeout)
+        for comm in comms:
+            comm.set_timeout(limit)
         yield list(comms)
     except BaseException as exc:
         for comm in comms:

@@ -1,11 +1,13 @@
 """A world of ranks in one loop."""
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
 
 from asynccomm import AbortedError, ClosedError
+from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.testing import loopback_world
 
 
@@ -25,6 +27,29 @@ async def test_an_exception_does_not_wait_for_what_is_in_flight() -> None:
             work = comms[0].barrier()
             raise ZeroDivisionError("enough")
     assert isinstance(work.exception(), AbortedError)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"size": 0}, ValueError, "size must be at least 1, got 0"),
+        ({"size": -1}, ValueError, "size must be at least 1, got -1"),
+        ({"size": 2.0}, TypeError, "size must be an integer, got 2.0"),
+        ({"size": True}, TypeError, "size must be an integer, got True"),
+        ({"size": None}, TypeError, "size must be an integer, got None"),
+        ({"timeout": -1}, ValueError, "timeout must be positive, got -1"),
+        ({"max_ops": 0}, ValueError, "max_ops must be a positive integer, got 0"),
+    ],
+)
+async def test_wrong_arguments_are_named_before_any_comm_connects(
+    wrong: dict[str, Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[object] = []
+    monkeypatch.setattr(LoopbackBackend, "connect", connected.append)
+    with pytest.raises(error, match=f"^{text}$"):
+        async with loopback_world(**{"size": 2, **wrong}):
+            pass
+    assert not connected
 
 
 def test_the_package_offers_what_it_says() -> None:
