@@ -14,6 +14,7 @@ single collective counts as a batch of one, whatever messages are submitted with
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ from asynccomm.ops import (
     WindowOp,
     WindowWait,
 )
+from asynccomm.ops.validation import as_index
 from asynccomm.store.base import PrefixStore, Store
 from asynccomm.store.memory import MemoryStore
 
@@ -69,6 +71,7 @@ class Hub(Handle):
             MatchQueues(size) for _ in range(size)
         ]  # by receiver
         self._held: deque[tuple[frozenset[int], Callable[[], None]]] | None = None  # with the ranks that take part
+        self.failed: bool = False  #: whether the transport has failed: no operation takes effect any more
         #: parts by window and rank
         self.parts: defaultdict[int, dict[int, LocalPart]] = defaultdict(dict)
 
@@ -87,15 +90,27 @@ class Hub(Handle):
 
     def release(self, count: int | None = None) -> None:
         """Run ``count`` of the held operations, oldest first; None: run all, and stop holding."""
+        left = math.inf if count is None else as_index(count)
+        if left is None or left < 0:
+            raise ValueError(f"count must be an integer, and not negative, got {count!r}")
         with self._lock:
-            held = self._held if self._held is not None else deque()
-            for _ in range(len(held) if count is None else min(count, len(held))):
-                held.popleft()[1]()
+            while left and self._held:
+                self._held.popleft()[1]()
+                left -= 1
             if count is None:
                 self._held = None
 
     def fail(self, detail: str) -> None:
-        """Report a transport error to every rank."""
+        """Report a transport error to every rank.
+
+        No operation takes effect any more; held operations do not, either. All of them fail with BackendError once the
+        comms break: after a second, in which they wait for a rank that reports a cause, or at once without a control
+        channel.
+        """
+        with self._lock:
+            self.failed = True
+            if self._held is not None:
+                self._held.clear()
         self._report(BackendError(f"loopback: {detail}"))
 
     def submit(self, rank: int, batch: Sequence[Submission]) -> None:
@@ -161,6 +176,8 @@ class Hub(Handle):
         self._run_or_hold(ends, lambda: self._transfer(source, destination, send, recv))
 
     def _run_or_hold(self, ranks: frozenset[int], run: Callable[[], None]) -> None:
+        if self.failed:
+            return  # the comm settles the operations, by its error
         if self._held is None:
             run()
         else:
@@ -264,7 +281,8 @@ class LoopbackWindow(BackendWindow):
             op = submission.op
             assert isinstance(op, WindowOp), op
             if isinstance(op, WindowWait):
-                self._parts[self._rank].wait(submission)
+                if not self._hub.failed:
+                    self._parts[self._rank].wait(submission)
             else:
                 peer = self._rank if op.peer is None else op.peer
                 self._hub.one_sided(self._rank, peer, partial(self._run, op, submission))

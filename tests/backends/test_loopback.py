@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, CollectiveMismatchError, Comm, MemoryStore, ReduceOp, Work, new_comm
+from asynccomm import AbortedError, BackendError, CollectiveMismatchError, Comm, MemoryStore, ReduceOp, Work, new_comm
 from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub, LoopbackBackend, _hubs
 from asynccomm.errors import BrokenError
@@ -56,6 +56,49 @@ async def test_a_rank_that_closes_takes_only_its_own_operations_with_it() -> Non
         await comms[0].aclose()
         backend.hub.release()
         await asyncio.gather(send, recv)
+
+
+async def test_a_number_of_held_operations_is_released() -> None:
+    async with loopback_world(2) as comms:
+        hub = hub_of(comms[0])
+        hub.hold()
+        works = [comm.all_reduce(torch.ones(1)) for _ in range(3) for comm in comms]
+        hub.release(0)
+        assert not any(work.done() for work in works)
+        wrong: list[Any] = [-1, 1.0, "1", True]
+        for count in wrong:
+            with pytest.raises(ValueError, match=f"^count must be an integer, and not negative, got {count!r}$"):
+                hub.release(count)
+        hub.release(2)
+        assert [work.done() for work in works] == [True] * 4 + [False] * 2
+        hub.release(9)
+        works += [comm.all_reduce(torch.ones(1)) for comm in comms]
+        assert [work.done() for work in works] == [True] * 6 + [False] * 2, "still holding"
+        hub.release()
+        await asyncio.gather(*works, *(comm.all_reduce(torch.ones(1)) for comm in comms))
+
+
+@pytest.mark.parametrize("control", ["on", "off"])
+async def test_no_operation_takes_effect_after_a_failure(control: str) -> None:
+    async with loopback_world(2, hints={"control": control}) as (a, b):
+        window_a, window_b = await asyncio.gather(a.window(4), b.window(4))
+        await window_a.signal(1)
+        memory = window_b.tensor()
+        hub = hub_of(a)
+        hub.hold()
+        tensors = [torch.ones(1) for _ in range(5)]
+        works: list[Work[Any]] = [a.all_reduce(tensors[0]), b.all_reduce(tensors[1])]
+        hub.fail("on purpose")
+        if control == "on":  # else the comms are broken at once
+            works += [a.all_reduce(tensors[2]), b.all_reduce(tensors[3]), a.send(torch.zeros(1), 1), b.recv(tensors[4])]
+            works += [window_a.put(torch.ones(1), 1), window_b.wait_signal()]
+        hub.release()
+        for work in works:
+            with pytest.raises(BackendError, match="loopback: on purpose"):
+                await work
+        assert [tensor.item() for tensor in tensors] == [1] * 5
+        assert not memory.any()
+        await asyncio.gather(window_a.aclose(), window_b.aclose())
 
 
 async def test_no_rank_is_done_before_all_have_what_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
