@@ -125,7 +125,7 @@ def left_behind() -> str | None:
     if dist.is_available() and dist.is_initialized():
         return "torch's default process group is still initialized"
     for name in "stdin", "stdout", "stderr":
-        if getattr(sys, name).closed:
+        if getattr(getattr(sys, name), "closed", False):  # None where the rank has no such stream
             return f"sys.{name} is closed"
     return None
 
