@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any, Concatenate, Final, NamedTuple, ParamSpec, SupportsIndex, TypeVar
+from typing import IO, Any, Concatenate, Final, NamedTuple, ParamSpec, SupportsIndex, TextIO, TypeVar
 
 import cloudpickle
 
@@ -130,12 +130,21 @@ def _join(threads: Iterable[threading.Thread]) -> None:
         thread.join()
 
 
-def _pass_on(source: IO[bytes], sink: IO[str] | None) -> None:
+def _pass_on(source: IO[bytes], sink: TextIO | None) -> None:
     with source:
         for line in source:
             if sink is not None:  # None: a process without a console, where print() writes nothing either
-                sink.write(line.decode(errors="replace"))
-                sink.flush()
+                with suppress(OSError, ValueError):  # a sink that has closed costs its output, not the run
+                    _write(sink, line.decode(errors="replace"))
+
+
+def _write(sink: TextIO, text: str) -> None:
+    try:
+        sink.write(text)
+    except UnicodeEncodeError:
+        encoding = getattr(sink, "encoding", None) or "ascii"  # a notebook's or a test's sink may have none
+        sink.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sink.flush()
 
 
 def _results(size: int, directory: Path, code: int) -> list[Any]:

@@ -1,6 +1,7 @@
 """Functions on several ranks, from a script, a notebook or a test."""
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ import torch
 
 import asynccomm
 from asynccomm import BrokenError, Comm, PeerLostError
-from asynccomm.cli.spawning import RankResult, _results, result_file
+from asynccomm.cli.spawning import RankResult, _pass_on, _results, result_file
+from tests.cases import cases
 
 
 async def work(comm: Comm, case: str, *, scale: float = 1.0) -> Any:
@@ -55,6 +57,26 @@ def test_output_without_a_console_is_dropped(
     assert asynccomm.spawn(work, 2, "mean", scale=3.0) == [(1.5, "2")] * 2
     assert errors == []
     assert capsys.readouterr() == ("", "[1] hello\n")
+
+
+def test_a_sink_gets_the_characters_that_its_encoding_has() -> None:
+    source, raw = io.BytesIO("naïve →\n".encode() + b"later\n"), io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="latin-1") as sink:
+        _pass_on(source, sink)
+        assert raw.getvalue() == b"na\xefve \\u2192\nlater\n"
+
+
+@cases("error", [ValueError("I/O operation on closed file"), BrokenPipeError()])
+def test_a_sink_that_has_closed_costs_its_output_alone(error: Exception) -> None:
+    tried = []
+
+    class Sink(io.StringIO):
+        def write(self, text: str) -> int:
+            tried.append(text)
+            raise error
+
+    _pass_on(io.BytesIO(b"one\ntwo\n"), Sink())
+    assert tried == ["one\n", "two\n"]  # the source is read to its end: the launcher waits for its reader
 
 
 def test_a_function_of_a_script_runs_too(tmp_path: Path) -> None:
