@@ -34,9 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Give descriptors 0 to 2 to the null device where they are closed: other files would get these numbers."""
+    """Give descriptors 0 to 2 to the null device where they are closed: other files would get these numbers.
+
+    Child processes inherit them, as they do the open ones: rank 0 has the launcher's stdin.
+    """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
         descriptor = os.dup(descriptor)
     os.close(descriptor)
 

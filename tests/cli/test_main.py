@@ -65,6 +65,14 @@ def test_a_run_without_standard_streams_succeeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.real_python
+def test_no_file_of_a_rank_is_its_stdin_where_that_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; print(open(os.devnull).fileno() > 2)")
+    command = f"{sys.executable} -m asynccomm run -n 1 script.py <&-"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("[0] True\n", 0), done.stderr
+
+
+@pytest.mark.real_python
 def test_starting_imports_no_torch(launcher) -> None:
     launcher.script("import asynccomm.cli.main, sys; print('torch' in sys.modules)", "look.py")
     assert launcher.run("run", "-n", "1", "look.py")[1] == "[0] False\n"
