@@ -76,7 +76,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--store", type=_address, metavar="HOST:PORT", help=store)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     add("--master-port", type=_port, default=0, metavar="PORT", help="where the store listens (default: any free port)")
-    add("--run-id", metavar="ID", help="name of the run, TORCHELASTIC_RUN_ID (default: random)")
+    add("--run-id", type=_run_id, metavar="ID", help="name of the run, TORCHELASTIC_RUN_ID (default: random)")
     add("--cpus-per-rank", type=at_least_one, metavar="K", help="pin each rank to K CPUs of its own, with K threads")
     add("--log-dir", type=Path, metavar="DIR", help="write what ranks print to DIR/rank0.log, ... instead")
     add("--tee", action="store_true", help="with --log-dir: print it as well")
@@ -228,6 +228,14 @@ def _number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 0, got {text!r}")
     return int(text)
+
+
+def _run_id(text: str) -> str:
+    try:
+        text.encode()  # keys of the store contain the id, as UTF-8
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"must be a text that UTF-8 can encode, got {text!r}") from None
+    return text
 
 
 def _address(text: str) -> tuple[str, int]:

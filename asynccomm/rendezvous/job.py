@@ -246,6 +246,7 @@ class CommIdentity:
         parent_ranks: Sequence[int],
         job_ranks: Sequence[int],
     ) -> None:
+        self._left = True  # first, for __del__: nothing to abandon unless enter() succeeds
         self.job = job
         self.room = room
         self.members: tuple[RankInfo, ...] = tuple(members)
@@ -256,7 +257,6 @@ class CommIdentity:
         self._reservation = reservation
         self._splits: Counter[str] = Counter()
         self._unnamed: Counter[str] = Counter()
-        self._left = True  # nothing to abandon unless enter() succeeds
         job.enter()
         self._left = False
 

@@ -26,6 +26,7 @@ import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import RendezvousError
+from asynccomm.options import check_name
 from asynccomm.rendezvous.launchers import SLURM, job_name, launcher_of, on_one_host, slurm_address, started_by
 from asynccomm.rendezvous.local_meeting import PortAnnouncer, find_port, meeting_name
 from asynccomm.store.base import PrefixStore, Store, within
@@ -106,7 +107,8 @@ def resolve_spec(
     Raises: ValueError naming the argument or variable and its value; TypeError.
     """
     env = os.environ if environ is None else environ
-    scope = f"asynccomm/{env.get('TORCHELASTIC_RUN_ID', 'run')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    run, restart = _key_part(env, "TORCHELASTIC_RUN_ID", "run"), _key_part(env, "TORCHELASTIC_RESTART_COUNT", "0")
+    scope = f"asynccomm/{run}/{restart}"
     if isinstance(store, (Store, dist.Store)):
         ours = store if isinstance(store, Store) else TorchStore(store)
         return RendezvousSpec(*_rank_and_size(rank, size, {}, env), scope, store=ours)
@@ -308,6 +310,13 @@ def _number(
     if given is not None and given != number:
         raise ValueError(f"{argument}={given} contradicts {source}: {text}")
     return number, source
+
+
+def _key_part(env: Mapping[str, str], name: str, default: str) -> str:
+    value = env.get(name, default)
+    if value:
+        check_name(value, f"environment variable {name}")
+    return value
 
 
 def _required(env: Mapping[str, str], name: str) -> str:

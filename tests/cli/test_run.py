@@ -101,6 +101,10 @@ def test_cpus_per_rank(launcher) -> None:
         (["-n", "1", "--bogus", "script.py"], "unrecognized arguments: --bogus"),
         (["-n", "1", "missing.py"], "argument SCRIPT: 'missing.py' does not exist"),
         (["-n", "1", "--master-port", "70000", "script.py"], "argument --master-port: must be a port"),
+        (
+            ["-n", "1", "--run-id", "a\nb\udcff", "script.py"],
+            r"argument --run-id: must be a text that UTF-8 can encode, got 'a\nb\udcff'",
+        ),
         (["-n", "1", "--grace", "soon", "script.py"], "argument --grace: must be seconds, at least 0, got 'soon'"),
         (["-n", "2", "--min-ranks", "2", "script.py"], "argument --min-ranks: needs --elastic"),
         (

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -95,6 +96,17 @@ async def test_rooms_follow_from_name_ranks_and_number() -> None:
     await here.child_prefix("y", [0, 1]).set("key", b"1")
     assert await store.num_keys() == 5
     there.free_name()
+
+
+def test_the_finalizer_of_an_identity_that_was_not_made_does_nothing() -> None:
+    ignored: list[object] = []
+    job, _ = make(MemoryStore())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", ignored.append)
+        with pytest.raises(UnicodeEncodeError):
+            seat_in(job, "no UTF-8: \udcff", MemoryStore())
+        gc.collect()
+    assert ignored == []
 
 
 async def test_members_are_numbered_anew() -> None:

@@ -116,6 +116,14 @@ def test_each_missing_variable_is_named(name: str, value: str | None) -> None:
         ({"MASTER_PORT": "http"}, "MASTER_PORT must be a port from 1 to 65535, got 'http'"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT must be a port from 1 to 65535, got '0'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a port from 1 to 65535, got '65536'"),
+        (
+            {"TORCHELASTIC_RUN_ID": "a\nb\udcff"},
+            r"TORCHELASTIC_RUN_ID must be a str that UTF-8 can encode, got 'a\\nb\\udcff'",
+        ),
+        (
+            {"TORCHELASTIC_RESTART_COUNT": "\udcff"},
+            r"TORCHELASTIC_RESTART_COUNT must be a str that UTF-8 can encode, got '\\udcff'",
+        ),
     ],
 )
 def test_wrong_variables_are_named_with_their_values(change: Mapping[str, str], message: str) -> None:
