@@ -14,8 +14,8 @@ Before SIGKILL a rank gets one signal at most: a second SIGTERM would end ``asyn
 An elastic run goes on after a rank has failed, as long as ``min_ranks`` are left. A newcomer takes the place of the
 lost rank, as often as ``restarts`` allows; its environment says so.
 
-The run leaves no process behind: the launcher kills the whole process group of each rank. The launcher has one thread,
-does not import torch, and waits only in its event loop, so every signal is handled promptly.
+The run leaves no process of its ranks' process groups behind: the launcher kills these groups. The launcher has one
+thread, does not import torch, and waits only in its event loop, so every signal is handled promptly.
 """
 
 from __future__ import annotations
