@@ -34,7 +34,7 @@ from typing import Any, final
 
 from asynccomm.cli.environment import Placement, rank_environment
 from asynccomm.cli.exit_status import culprit, excerpt, exit_code
-from asynccomm.cli.nodes import NodeEnd, NodeOptions, Nodes, Plan
+from asynccomm.cli.nodes import JOIN_SECONDS, NodeEnd, NodeOptions, Nodes, Plan
 from asynccomm.cli.processes import Child, spawn
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
 from asynccomm.core.exit_records import ExitRecords, describe_exit
@@ -148,7 +148,7 @@ class Launch:
         self._nodes = Nodes(nodes, self._options.size, self._options.run_id, self._on_end)
         if listening is not None:
             self._store = self._spawn_store(listening.fileno())
-        meeting = asyncio.create_task(self._nodes.meet())
+        meeting = asyncio.create_task(self._meet(self._nodes, nodes))
         await _either(meeting, self._ending)
         if self._ending.is_set():
             meeting.cancel()
@@ -156,6 +156,16 @@ class Launch:
         else:
             self._plan = meeting.result()
             self._spawn_ranks()
+
+    async def _meet(self, nodes: Nodes, options: NodeOptions) -> Plan:
+        """Wait for the other nodes. On node 0, an unknown name of its own store is reported at once."""
+        if options.number == 0:
+            try:
+                await asyncio.get_running_loop().getaddrinfo(options.host, options.port)
+            except socket.gaierror as exc:  # no end yet: Kubernetes gives a pod its name some seconds after its start
+                name = f"{options.host}:{options.port}"
+                self._terminal.say(f"argument --store: {name}: {exc.strerror}; node 0 tries for {JOIN_SECONDS:g} s")
+        return await nodes.meet()
 
     def _spawn_ranks(self) -> None:
         first = self._plan.first(self._node)

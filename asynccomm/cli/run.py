@@ -242,6 +242,7 @@ def _address(text: str) -> tuple[str, int]:
     try:
         url = urlsplit(f"//{text}")
         host, port = url.hostname, url.port
+        (host or "").encode("idna")  # as the resolver does
     except ValueError:
         host = port = None
     if not host or not port:

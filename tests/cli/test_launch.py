@@ -498,6 +498,16 @@ def test_a_signal_leaves_the_grace_time_on_all_nodes(
         assert node.out.count(b"got") == node.out.count(b"saved") == 1
 
 
+def test_a_store_of_an_unknown_name_is_reported_at_once(launcher, until, unused_tcp_port: int) -> None:
+    store = f"asynccomm.invalid:{unused_tcp_port}"
+    place = ["--nodes", "2", "--node-rank", "0", "--store", store]
+    started = launcher.start("run", *place, "-n", "1", launcher.script(""))
+    until(lambda: f"asynccomm: argument --store: {store}: ".encode() in started.err, "the report")
+    assert started.process.poll() is None  # the name may be known later
+    started.process.send_signal(signal.SIGTERM)
+    assert started.finish() == 143
+
+
 def test_control_c_in_a_terminal_reaches_each_rank_once(launcher, is_running) -> None:
     script = launcher.script(STUBBORN)
     take_terminal = (

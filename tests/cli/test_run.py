@@ -105,6 +105,7 @@ def test_cpus_per_rank(launcher) -> None:
             ["-n", "1", "--run-id", "a\nb\udcff", "script.py"],
             r"argument --run-id: must be a text that UTF-8 can encode, got 'a\nb\udcff'",
         ),
+        (["-n", "1", "--store", "a..b:29500", "script.py"], "argument --store: must be HOST:PORT, got 'a..b:29500'"),
         (["-n", "1", "--grace", "soon", "script.py"], "argument --grace: must be seconds, at least 0, got 'soon'"),
         (["-n", "2", "--min-ranks", "2", "script.py"], "argument --min-ranks: needs --elastic"),
         (
