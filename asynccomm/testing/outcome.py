@@ -26,7 +26,8 @@ def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> Non
         expected = [report for report in skipped if report.xfail]
         if len(expected) == len(skipped):
             raise pytest.xfail.Exception(expected[0].reason)  # not ``xfail()``, which --runxfail takes away
-        pytest.skip(next(report.reason for report in skipped if not report.xfail))
+        reason = next(report.reason for report in skipped if not report.xfail)
+        raise pytest.skip.Exception(reason, _use_item_location=True)  # reported at the test, not at this line
     passed = [report for report in reports if isinstance(report, Passed)]
     if len(passed) == len(reports):
         parts = _leftovers(passed)

@@ -21,8 +21,9 @@ def calls(called: int, *sites: str, broken: bool = False, key: str = "key") -> C
 
 def test_all_ranks_decide() -> None:
     raise_outcome([Passed(0.1), Passed(0.1)], WORLD, "note")
-    with pytest.raises(pytest.skip.Exception, match="first"):
+    with pytest.raises(pytest.skip.Exception, match="first") as skipped:
         raise_outcome([Skipped("first"), Skipped("second")], WORLD, "note")
+    assert skipped.value._use_item_location
     with pytest.raises(pytest.xfail.Exception, match="first"):
         raise_outcome([Skipped("first", xfail=True), Skipped("second", xfail=True)], WORLD, "note")
     with pytest.raises(pytest.skip.Exception, match="second"):

@@ -366,6 +366,7 @@ class ShmWindow(BackendWindow):
             self._loop.remove_reader(self._bell)
         self._mapping.close()
         os.close(self._bell)
+        self._fast = None  # it holds the comm's backend, which holds its windows: a cycle through C
 
     def join(self) -> None:
         """Block until the thread of the window has finished its copy. After ``abort``."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,6 +278,26 @@ async def test_calls_behind_an_operation_on_the_thread_and_on_an_ended_window_ar
         comm.abort("enough")
         with pytest.raises(AbortedError):
             window.fence()
+
+
+@pytest.mark.ranks(2)
+async def test_a_closed_comm_frees_the_memory_of_its_windows_without_the_garbage_collector() -> None:
+    def segments() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:asynccomm ")
+
+    async def use_window(number: int) -> None:
+        async with new_comm("shm", name=f"free {number}", timeout=20) as comm, await comm.window(8) as window:
+            await window.put(torch.ones(2), 1 - comm.rank)
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = segments()
+        for number in range(2):
+            await use_window(number)
+        await until(lambda: segments() <= before)
+    finally:
+        gc.enable()
 
 
 @in_c
