@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -114,19 +115,26 @@ def resolve_spec(
         return RendezvousSpec(*_rank_and_size(rank, size, {}, env), scope, store=ours)
     if store is not None and not isinstance(store, str):
         raise TypeError(f"store must be a Store, a torch.distributed.Store or an URL, got {store!r}")
-    url = urlsplit("env://" if store is None else store)
-    query = {key: texts[-1] for key, texts in parse_qs(url.query, keep_blank_values=True).items()} if url.query else {}
+    text = "env://" if store is None else store
+    try:
+        url = urlsplit(text, allow_fragments=not text.startswith("file:"))  # a path may contain "#"
+        parsed = parse_qs(url.query, keep_blank_values=True) if url.query else {}
+    except ValueError as exc:
+        raise ValueError(f"store {store!r} is no valid URL: {exc}") from None
+    query = {key: texts[-1] for key, texts in parsed.items()}
     if unknown := query.keys() - {"rank", "world_size"}:
         raise ValueError(f"store {store!r} may say rank and world_size, not {', '.join(sorted(unknown))}")
     where = _rank_and_size(rank, size, query, env)
     if url.scheme == "env":
         return _of_environment(where, scope, env)
     if url.scheme == "tcp":
+        if url.path.strip("/") or url.fragment or url.username is not None:
+            raise ValueError(f"store {store!r} must be tcp://host:port")
         host, port = _address(url)
         return RendezvousSpec(*where, scope, host=host, port=port, hosting=where[0] == 0)
     if url.scheme == "file":
         path = url.netloc + url.path
-        if not path.startswith("/"):
+        if not path.startswith("/") or "\0" in path:
             raise ValueError(f"store {store!r} must name an absolute path: file:///path")
         return RendezvousSpec(*where, scope, path=path)
     raise ValueError(f"store {store!r} must be env://, tcp://host:port or file:///path")
@@ -155,9 +163,12 @@ async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
     if place.store is not None:
         return await _connect_given(place.store, timeout)
     if place.path is not None:
-        file = TorchStore(
-            await anyio.to_thread.run_sync(_file_store, place.path, place.size, abandon_on_cancel=True), timeout
-        )
+        try:
+            async with within(timeout):
+                opened = await anyio.to_thread.run_sync(_file_store, place.path, place.size, abandon_on_cancel=True)
+        except TimeoutError:
+            raise RendezvousError(f"the file {place.path} did not open within {timeout:g} s") from None
+        file = TorchStore(opened, timeout)
         return StoreSession(file, file.aclose, address=place.path)
     hosted = None
     if place.hosting:
@@ -201,9 +212,15 @@ async def _connect_given(store: Store, timeout: float) -> StoreSession:
 
 
 def _file_store(path: str, size: int) -> dist.FileStore:
-    folder = os.path.dirname(path)
-    if not os.path.isdir(folder):  # torch would retry for minutes
-        raise RendezvousError(f"cannot use the file {path}: there is no folder {folder}")
+    try:
+        # first by ourselves: torch would retry for minutes, and stop all threads meanwhile
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        os.close(fd)
+    except OSError as exc:
+        raise RendezvousError(f"cannot use the file {path}: {exc.strerror}") from exc
+    if not regular:
+        raise RendezvousError(f"cannot use the file {path}: it is not a regular file")
     try:
         return dist.FileStore(path, size)
     except RuntimeError as exc:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
@@ -63,6 +64,7 @@ def test_urls_with_addresses() -> None:
     assert resolve_spec("tcp://[::1]:1", 1, 2, {}).host == "::1"
     assert resolve_spec("tcp://head:1", None, None, ENV).rank == 1
     assert resolve_spec("file:///a/b?world_size=2", 1, None, {}) == RendezvousSpec(1, 2, SCOPE, path="/a/b")
+    assert resolve_spec("file:///a/b#1?rank=0", None, 2, {}) == RendezvousSpec(0, 2, SCOPE, path="/a/b#1")
 
 
 def test_given_stores() -> None:
@@ -144,8 +146,14 @@ def test_wrong_variables_are_named_with_their_values(change: Mapping[str, str], 
         ("tcp://h:1", 0, 0, "size must be at least 1, got 0"),
         ("tcp://h", 0, 1, "must be tcp://host:port"),
         ("tcp://:1", 0, 1, "must be tcp://host:port"),
+        ("tcp://h:1/path", 0, 1, "must be tcp://host:port"),
+        ("tcp://h:1#part", 0, 1, "must be tcp://host:port"),
+        ("tcp://me@h:1", 0, 1, "must be tcp://host:port"),
+        ("tcp://a\0b:1", 0, 1, r"must be the name or address of a host, got 'a\\x00b'"),
+        ("tcp://[::1", 0, 1, r"^store 'tcp://\[::1' is no valid URL"),
         ("tcp://h:99999", 0, 1, "has no valid port"),
         ("file://relative", 0, 1, "must name an absolute path"),
+        ("file:///a\0b", 0, 1, r"store 'file:///a\\x00b' must name an absolute path"),
         ("http://h:1", 0, 1, "must be env://, tcp://host:port or file:///path"),
         ("h:1", 0, 1, "must be env://"),
     ],
@@ -210,10 +218,22 @@ async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
     await one.aclose()
 
 
-async def test_a_file_in_no_folder_is_an_error_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "none" / "store"
-    with pytest.raises(RendezvousError, match=f"cannot use the file {path}: there is no folder"):
+@pytest.mark.parametrize("name", ["none/store", "dangling", "folder", "pipe"])
+async def test_a_path_that_can_be_no_store_is_an_error_at_once(name: str, tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to("none/store")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / name
+    with pytest.raises(RendezvousError, match=f"cannot use the file {path}: "):
         await connect_store(resolve_spec(f"file://{path}", 0, 1, {}), 20)
+
+
+async def test_a_file_that_does_not_open_is_an_error_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    opens = threading.Event()
+    monkeypatch.setattr("asynccomm.rendezvous.spec._file_store", lambda *_: opens.wait())
+    with pytest.raises(RendezvousError, match=r"the file /a did not open within 0.01 s"):
+        await connect_store(resolve_spec("file:///a", 0, 1, {}), 0.01)
+    opens.set()
 
 
 async def test_a_given_store_stays_open() -> None:
