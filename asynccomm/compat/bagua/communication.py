@@ -55,7 +55,9 @@ def reduce(
     comm: BaguaSingleCommunicatorPy | None = None,
 ) -> Any:
     """Combine all ranks' ``send_tensor`` into ``recv_tensor`` of rank ``dst``; the others' are not changed."""
-    return _run(comm, lambda c: c.reduce(send_tensor, dst, reduction(op), out=recv_tensor), names=_PAIR, root="dst")
+    return _run(
+        comm, lambda c: c.reduce(send_tensor, dst, reduction(op), out=_output(recv_tensor)), names=_PAIR, root="dst"
+    )
 
 
 def reduce_inplace(
@@ -69,7 +71,7 @@ def allreduce(
     send_tensor: Tensor, recv_tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None
 ) -> Any:
     """Combine all ranks' ``send_tensor`` into ``recv_tensor`` on all ranks, bitwise the same everywhere."""
-    return _run(comm, lambda c: c.all_reduce(send_tensor, reduction(op), out=recv_tensor), names=_PAIR)
+    return _run(comm, lambda c: c.all_reduce(send_tensor, reduction(op), out=_output(recv_tensor)), names=_PAIR)
 
 
 def allreduce_inplace(tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -79,7 +81,7 @@ def allreduce_inplace(tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleC
 
 def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Collect all ranks' ``send_tensor`` in ``recv_tensor``, of ``nranks`` times as many elements."""
-    return _run(comm, lambda c: c.all_gather_single(recv_tensor, send_tensor), names=_PAIR)
+    return _run(comm, lambda c: c.all_gather_single(_output(recv_tensor), send_tensor), names=_PAIR)
 
 
 def allgather_inplace(tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -135,7 +137,7 @@ def reduce_scatter(
     send_tensor: Tensor, recv_tensor: Tensor, op: int = ReduceOp.SUM, comm: BaguaSingleCommunicatorPy | None = None
 ) -> Any:
     """Combine all ranks' ``send_tensor``, and give each rank its chunk in ``recv_tensor``."""
-    return _run(comm, lambda c: c.reduce_scatter_single(recv_tensor, send_tensor, reduction(op)), names=_PAIR)
+    return _run(comm, lambda c: c.reduce_scatter_single(_output(recv_tensor), send_tensor, reduction(op)), names=_PAIR)
 
 
 def reduce_scatter_inplace(
@@ -151,7 +153,7 @@ def reduce_scatter_inplace(
 
 def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
     """Send chunk r of ``send_tensor`` to each rank r; chunk s of ``recv_tensor`` comes from rank s."""
-    return _run(comm, lambda c: c.all_to_all_single(recv_tensor, send_tensor), names=_PAIR)
+    return _run(comm, lambda c: c.all_to_all_single(_output(recv_tensor), send_tensor), names=_PAIR)
 
 
 def alltoall_inplace(tensor: Tensor, comm: BaguaSingleCommunicatorPy | None = None) -> Any:
@@ -194,6 +196,12 @@ def _run(
         with Renamed({**names, "root": root}):
             work = either.call(call, either.comm)
         return outcome(work, done)
+
+
+def _output(recv_tensor: Tensor) -> Tensor:
+    # a comm takes None for a new tensor, or for the input, and Bagua's functions return no tensor
+    check_is_tensor("recv_tensor", recv_tensor)
+    return recv_tensor
 
 
 def _any_strides(name: str, tensor: Tensor) -> Tensor:

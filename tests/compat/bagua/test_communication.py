@@ -93,8 +93,21 @@ def refusals(rank: int) -> None:
         bagua.gather_inplace(wide, 5, rank)
     with pytest.raises(ValueError, match="must have 5 elements here, got 8"):
         bagua.scatter_inplace(wide, 5, 1 - rank)
+    first_alone = bagua.new_group([0]).get_global_communicator()
     with pytest.raises(TypeError, match="comm must be a communicator"):
         bagua.barrier("main")  # type: ignore[arg-type]
+    none: Any = None
+    for call in (
+        lambda comm: bagua.reduce(wide, none, 0, comm=comm),
+        lambda comm: bagua.allreduce(wide, none, comm=comm),
+        lambda comm: bagua.allgather(wide, none, comm),
+        lambda comm: bagua.reduce_scatter(wide, none, comm=comm),
+        lambda comm: bagua.alltoall(wide, none, comm),
+    ):
+        with pytest.raises(TypeError, match=r"^recv_tensor must be a torch\.Tensor, got None"):
+            call(None)
+        if rank:
+            assert call(first_alone) is None  # a communicator without this process
 
 
 @pytest.mark.ranks([2, 3], backend=["shm", "gloo"])
