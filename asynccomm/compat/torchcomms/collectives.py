@@ -81,6 +81,7 @@ class TorchCollectiveMethods(Handle):
         timeout: Limit = None,
     ) -> TorchWork:
         """Collect every rank's ``tensor`` in ``tensor_list`` on all ranks; sizes may differ between ranks."""
+        _check_given("tensor_list", tensor_list)
         return self._run("all_gather", async_op, hints, timeout, self._comm.all_gather, tensor_list, tensor)
 
     all_gather_v = all_gather
@@ -89,6 +90,7 @@ class TorchCollectiveMethods(Handle):
         self, output: Tensor, input: Tensor, async_op: bool, hints: Hints = None, timeout: Limit = None
     ) -> TorchWork:
         """Collect every rank's ``input`` in ``output``, of ``size`` times as many elements."""
+        _check_given("output", output)
         return self._run("all_gather_single", async_op, hints, timeout, self._comm.all_gather_single, output, input)
 
     def reduce_scatter(
@@ -101,6 +103,7 @@ class TorchCollectiveMethods(Handle):
         timeout: Limit = None,
     ) -> TorchWork:
         """Combine the ranks' ``input_list[r]`` for each r, and give rank r that result; sizes may differ."""
+        _check_given("output", output)
         return self._run("reduce_scatter", async_op, hints, timeout, self._comm.reduce_scatter, output, input_list, op)
 
     reduce_scatter_v = reduce_scatter
@@ -115,6 +118,7 @@ class TorchCollectiveMethods(Handle):
         timeout: Limit = None,
     ) -> TorchWork:
         """Combine the ranks' ``input``, and give rank r chunk r of the result."""
+        _check_given("output", output)
         method = self._comm.reduce_scatter_single
         return self._run("reduce_scatter_single", async_op, hints, timeout, method, output, input, op)
 
@@ -127,6 +131,7 @@ class TorchCollectiveMethods(Handle):
         timeout: Limit = None,
     ) -> TorchWork:
         """Send ``input_tensor_list[r]`` to each rank r; sizes may differ."""
+        _check_given("output_tensor_list", output_tensor_list)
         method = self._comm.all_to_all
         return self._run("all_to_all", async_op, hints, timeout, method, output_tensor_list, input_tensor_list)
 
@@ -134,6 +139,7 @@ class TorchCollectiveMethods(Handle):
         self, output: Tensor, input: Tensor, async_op: bool, hints: Hints = None, timeout: Limit = None
     ) -> TorchWork:
         """Send chunk r of ``input`` to each rank r; chunk s of ``output`` comes from rank s."""
+        _check_given("output", output)
         return self._run("all_to_all_single", async_op, hints, timeout, self._comm.all_to_all_single, output, input)
 
     def all_to_all_v_single(
@@ -147,6 +153,7 @@ class TorchCollectiveMethods(Handle):
         timeout: Limit = None,
     ) -> TorchWork:
         """Send ``input_split_sizes[r]`` rows to each rank r, and receive ``output_split_sizes[s]`` from rank s."""
+        _check_given("output", output)
         method, splits = self._comm.all_to_all_v_single, (output_split_sizes, input_split_sizes)
         return self._run("all_to_all_v_single", async_op, hints, timeout, method, output, input, *splits)
 
@@ -173,6 +180,8 @@ class TorchCollectiveMethods(Handle):
         timeout: Limit = None,
     ) -> TorchWork:
         """Collect every rank's ``input_tensor`` on the root; the list of other ranks is ignored, and may be empty."""
+        if self._comm.rank == root:
+            _check_given("output_tensor_list", output_tensor_list)
         outputs = output_tensor_list if self._comm.rank == root else None
         return self._run("gather", async_op, hints, timeout, self._comm.gather, outputs, input_tensor, root)
 
@@ -180,6 +189,8 @@ class TorchCollectiveMethods(Handle):
         self, output: Tensor, input: Tensor, root: int, async_op: bool, hints: Hints = None, timeout: Limit = None
     ) -> TorchWork:
         """Collect every rank's ``input`` in the root's ``output``; that of other ranks is ignored."""
+        if self._comm.rank == root:
+            _check_given("output", output)
         mine = output if self._comm.rank == root else None
         return self._run("gather_single", async_op, hints, timeout, self._comm.gather_single, mine, input, root)
 
@@ -228,3 +239,9 @@ class TorchCollectiveMethods(Handle):
         if not async_op and (here.comm.device.type != "cpu" or asyncio._get_running_loop() is None):
             work.wait()
         return work
+
+
+def _check_given(name: str, output: object) -> None:
+    # a comm makes new tensors where it gets None, and a TorchWork does not give them
+    if output is None:
+        raise TypeError(f"{name} must be given, got None")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -115,4 +117,33 @@ async def test_every_operation_awaited(comm: Comm) -> None:
     for work, output, expected in calls(own):
         await work
         assert value(output) == expected
+    await own.finalize()
+
+
+@pytest.mark.ranks(2)
+async def test_outputs_are_not_made_for_the_caller(comm: Comm) -> None:
+    none: Any = None
+    t = torch.ones(2)
+    own = await torchcomms.new_comm(comm.backend, CPU, name="outputs")
+    refused: dict[str, list[Callable[[], TorchWork]]] = {
+        "tensor_list": [lambda: own.all_gather(none, t, False), lambda: own.all_gather_v(none, t, False)],
+        "output": [
+            lambda: own.all_gather_single(none, t, False),
+            lambda: own.reduce_scatter(none, [t, t], ReduceOp.SUM, False),
+            lambda: own.reduce_scatter_single(none, t, ReduceOp.SUM, False),
+            lambda: own.all_to_all_single(none, t, False),
+            lambda: own.all_to_all_v_single(none, t, [1, 1], [1, 1], False),
+            lambda: own.gather_single(none, t, own.get_rank(), False),
+        ],
+        "output_tensor_list": [
+            lambda: own.all_to_all(none, [t, t], False),
+            lambda: own.gather(none, t, own.get_rank(), False),
+        ],
+    }
+    for name, calls_without in refused.items():
+        for call in calls_without:
+            with pytest.raises(TypeError, match=f"^{name} must be given, got None"):
+                call()
+    outputs = [torch.zeros(2), torch.zeros(2)] if own.get_rank() == 0 else none
+    await own.gather(outputs, t, 0, False)  # other ranks need none
     await own.finalize()
