@@ -100,10 +100,14 @@ class GradientBucket(Handle):
         """Have the gradient of parameter ``slot`` in the bucket. Raises: RuntimeError if it does not fit."""
         parameter, view = self.parameters[slot], self._views[slot]
         gradient = parameter.grad
-        assert gradient is not None
         if gradient is view:
             return
         name = self.names[slot]
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of parameter {name!r} was removed as soon as it was computed, by another hook of "
+                f"register_post_accumulate_grad_hook() for example; only after finish() may the program remove it"
+            )
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"the gradient of parameter {name!r} is sparse ({gradient.layout}); it must be dense")
         if gradient.requires_grad:

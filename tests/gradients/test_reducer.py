@@ -518,6 +518,18 @@ async def test_gradients_that_cannot_be_reduced() -> None:
                     model(torch.tensor([1])).sum().backward()
                 with pytest.raises(RuntimeError, match="is sparse"):
                     await reducer.finish()
+        stepped = nn.Linear(2, 2)  # as an optimizer that steps within backward leaves it
+        handle = stepped.bias.register_post_accumulate_grad_hook(lambda bias: setattr(bias, "grad", None))
+        async with GradientReducer(stepped, comm) as reducer:
+            with pytest.raises(RuntimeError, match=r"^the gradient of parameter 'bias' was removed .* another hook"):
+                loss_of(stepped).backward()
+            with pytest.raises(RuntimeError, match="was removed"):
+                await reducer.finish()
+            handle.remove()
+            await reducer.rebind(comm)
+            loss_of(stepped).backward()
+            await reducer.finish()
+            assert stepped.bias.grad is not None
         linear = nn.Linear(2, 2)
         async with GradientReducer(linear, comm):
             with (
