@@ -87,13 +87,15 @@ class GroupCollectives(Handle):
         comm = self._on_device().comm
         if not isinstance(input_, Tensor) and not (isinstance(input_, Sequence) and input_):
             raise ValueError(f"input_ must be a tensor or a list of at least one, got {input_!r}")
-        given = self._extents(input_ if isinstance(input_, Tensor) else input_[0], dim) if sizes is None else sizes
+        name, first = ("input_", input_) if isinstance(input_, Tensor) else ("input_[0]", input_[0])
+        given = self._extents(name, first, dim) if sizes is None else sizes
         if isinstance(input_, Tensor):
             return self._start(INPUT, comm.all_gather_v, None, input_, given, dim)
         return self._start(INPUT, comm.all_gather_v_coalesced, None, input_, given, dim)
 
-    def _extents(self, tensor: Tensor, dim: int) -> list[int]:
-        return [tensor.shape[check_dim(dim, tensor, "input_")]] * self.world_size
+    def _extents(self, name: str, tensor: Tensor, dim: int) -> list[int]:
+        check_is_tensor(name, tensor)
+        return [tensor.shape[check_dim(dim, tensor, name)]] * self.world_size
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Any:
         """This rank's chunk along ``dim`` of the sum; in a group of one rank ``input_`` itself."""

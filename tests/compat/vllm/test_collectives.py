@@ -87,6 +87,8 @@ async def test_a_group_of_one_gives_its_input(comm: Comm) -> None:
                 call()  # without a loop it could never end
         with pytest.raises(ValueError, match="input_ must be a tensor or a list of at least one"):
             group.all_gatherv([])
+        with pytest.raises(TypeError, match=r"^input_\[0\] must be a torch\.Tensor, got 1"):
+            group.all_gatherv([1])  # type: ignore[list-item]
         with pytest.raises(ValueError, match=r"dim must be in \[-2, 2\) for input_"):
             group.all_gatherv(tensor, 2)
         assert torch.compile(lambda t: group.all_reduce(t) + 1, backend="eager", fullgraph=True)(tensor).eq(2).all()
