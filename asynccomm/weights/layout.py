@@ -13,17 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from asynccomm.backends.regions import Region as MemoryRegion
+from asynccomm.backends.regions import disjoint, overlap, region
 from asynccomm.comm.methods.state_dict import identity
 from asynccomm.control.transport.schema import Message
 from asynccomm.ops.dtypes import BY_NAME
 from asynccomm.ops.validation import CommInfo, as_index, check_tensor
 from asynccomm.ops.windows import check_shape
 
-__all__ = ["Layout", "Region", "Rename", "Shard", "Slice", "State", "Weights", "collect"]
+__all__ = ["Layout", "Overlap", "Region", "Rename", "Shard", "Slice", "State", "Weights", "collect"]
 
 State: TypeAlias = nn.Module | Mapping[str, Tensor]
 Rename: TypeAlias = Callable[[str], str | None]
@@ -89,6 +92,17 @@ class Region:
 
 
 @final
+class Overlap(Message, frozen=True):
+    """The place of a tensor in memory that it shares in part with others of its rank, such as views and their base."""
+
+    first: str  #: the earliest tensor of the group: of those that overlap, each at least one other
+    start: int  #: bytes from the first element of that tensor
+    strides: tuple[int, ...]  #: in elements
+    conjugated: bool = False  #: lazily
+    negated: bool = False  #: lazily
+
+
+@final
 class Slice(Message, frozen=True):
     """The part of one tensor that a rank holds."""
 
@@ -97,6 +111,7 @@ class Slice(Message, frozen=True):
     offsets: tuple[int, ...]  #: of the part in the whole tensor
     sizes: tuple[int, ...]  #: of the part
     tied: str = ""  #: the name of an earlier tensor of this rank in the same memory; empty: none
+    overlap: Overlap | None = None  #: None: the tensor shares memory with tied tensors alone
 
     def __post_init__(self) -> None:
         if self.dtype not in BY_NAME:
@@ -179,7 +194,33 @@ def collect(
         found.tensors[name] = local
         if id(value) in movable:
             found.owners[name] = value
+    _note_overlaps(found.layout, found.tensors)
     return found
+
+
+def _note_overlaps(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    """Set ``overlap`` of the tensors that share memory with others, apart from tied ones."""
+    memory = {name: region(tensors[name]) for name, part in layout.items() if not part.tied and tensors[name].numel()}
+    if disjoint((), list(memory.values())):
+        return
+    groups = {name: {name} for name in memory}
+    near: list[tuple[MemoryRegion, str]] = []  # the tensors that reach into the memory of the next one
+    for name, here in sorted(memory.items(), key=lambda item: item[1]):
+        near = [(there, other) for there, other in near if there[1] > here[0]]
+        for there, other in near:
+            if groups[name] is not groups[other] and overlap(here, there):
+                smaller, larger = sorted((groups[name], groups[other]), key=len)
+                larger |= smaller
+                groups.update(dict.fromkeys(smaller, larger))
+        near.append((here, name))
+    leaders: dict[int, str] = {}
+    for name, part in layout.items():
+        group = groups.get(part.tied or name, ())
+        if len(group) > 1:
+            first, tensor = leaders.setdefault(id(group), name), tensors[name]
+            start = tensor.data_ptr() - tensors[first].data_ptr()
+            place = Overlap(first, start, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            layout[name] = msgspec.structs.replace(part, overlap=place)
 
 
 def _entries(state: object) -> Mapping[Any, Any]:

@@ -2,7 +2,9 @@
 
 Guarantees: every element of every tensor of the server is sent exactly once, by a trainer that holds the element. Tied
 tensors of the server are sent once. Elements that several trainers hold are sent by the trainer that has the fewest
-bytes to send so far; the largest tensors are given away first. Servers of equal layouts get equal plans.
+bytes to send so far; the largest tensors are given away first. Servers of equal layouts get equal plans. Tensors of the
+server that overlap in part are each sent, and fit only trainers with tensors that overlap in the same way: others could
+have two values for one element of the server.
 
 Trainers and server compute the same plan from the same layouts, so plans never travel.
 """
@@ -134,6 +136,13 @@ def _match(trainers: Sequence[Layout], server: Layout, strict: bool) -> tuple[di
             problems.setdefault("tied at the server only", []).append(" = ".join(there))
         if _fits(first_name, server[first_name], offered[there[0]], problems):
             sources[first_name] = there[0]
+    overlapping: dict[str, list[str]] = {}
+    for name in sources:
+        if (place := server[name].overlap) is not None:
+            overlapping.setdefault(place.first, []).append(name)
+    for names in overlapping.values():
+        if not _overlap_alike(trainers, [sources[name] for name in names], [server[name] for name in names]):
+            problems.setdefault("overlapping at the server, and not so at the trainers", []).append(" and ".join(names))
     if strict and (extra := [name for name in offered if name not in server]):
         problems["missing at the server"] = extra
     return sources, problems
@@ -147,6 +156,30 @@ def _tied(trainers: Sequence[Layout], names: Sequence[str]) -> bool:
         if len(memories) > 1:
             return False
     return True
+
+
+def _overlap_alike(trainers: Sequence[Layout], names: Sequence[str], here: Sequence[Slice]) -> bool:
+    """Whether the tensors ``names`` of all trainers, as far as they hold elements, overlap as those of the server."""
+    for layout in trainers:
+        there = [layout[name] for name in names if name in layout]
+        if any(math.prod(part.sizes) for part in there) and _relation(there) != _relation(here):
+            return False
+    return True
+
+
+def _relation(parts: Sequence[Slice]) -> list[object]:
+    """A value that is equal for tensors that overlap each other in the same way, also in another dtype."""
+    mixed = len({part.dtype for part in parts}) > 1  # then their bytes have to be the same, else their elements
+    first = parts[0].overlap
+    found: list[object] = []
+    for part in parts:
+        place = part.overlap
+        if place is None or first is None or place.first != first.first:
+            found.append(None)
+            continue
+        form = part.offsets, part.sizes, place.strides, place.conjugated, place.negated, mixed and part.dtype
+        found.append(((place.start - first.start) / part.torch_dtype.itemsize, form))
+    return found
 
 
 def _fits(name: str, here: Slice, there: Slice, problems: dict[str, list[str]]) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from asynccomm.control.transport.schema import MessageError, dumps, loads
 from asynccomm.ops.validation import CommInfo
-from asynccomm.weights.layout import Layout, Region, Shard, Slice, Weights, collect
+from asynccomm.weights.layout import Layout, Overlap, Region, Shard, Slice, Weights, collect
 from tests.cases import cases
 from tests.interop.world import world
 
@@ -49,6 +49,32 @@ def test_parameters_buffers_and_ties_of_a_module() -> None:
 
 def test_empty_tensors_are_not_tied() -> None:
     assert not any(part.tied for part in read({"a": torch.empty(0), "b": torch.empty(0)}).layout.values())
+
+
+def test_tensors_that_share_memory_in_part() -> None:
+    flat, other = torch.zeros(6), torch.zeros(6)
+    state = {
+        "right": flat[3:],
+        "odd": other[1::2],
+        "flat": flat,
+        "tied": flat,
+        "alone": torch.zeros(6),
+        "even": other[::2],  # overlaps no other, though the memory of "odd" lies between its elements
+        "empty": flat[:0],
+        "bits": flat[:2].view(torch.int32),
+    }
+    layout = read(state).layout
+    assert {name: part.overlap for name, part in layout.items() if part.overlap is not None} == {
+        "right": Overlap("right", 0, (1,)),
+        "flat": Overlap("right", -12, (1,)),
+        "tied": Overlap("right", -12, (1,)),
+        "bits": Overlap("right", -12, (1,)),
+    }
+    assert layout["tied"].tied == "flat"
+    assert loads(dict[str, Slice], dumps(layout)) == layout
+    square = torch.zeros(2, 2)
+    turned = read({"a": square, "b": square.t(), "c": square.to(torch.cfloat), "d": torch.zeros(4)}).layout
+    assert [turned[name].overlap for name in "abcd"] == [Overlap("a", 0, (2, 1)), Overlap("a", 0, (1, 2)), None, None]
 
 
 def test_parts_that_the_caller_names() -> None:

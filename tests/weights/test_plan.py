@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asynccomm.ops.validation import CommInfo
 from asynccomm.weights.errors import LayoutError
-from asynccomm.weights.layout import Layout, Slice
+from asynccomm.weights.layout import Layout, Slice, collect
 from asynccomm.weights.plan import Box, intersection, plan, remainder
 
 
@@ -162,6 +163,49 @@ def test_differences_are_named_with_both_sides() -> None:
         "in part held by no trainer": ["half (from (2,), sizes (2,))"],
     }
     assert "server 's1'" in str(caught.value)
+
+
+def views(names: str = "xyz", *, dtype: torch.dtype = torch.float32, start: int = 0) -> Layout:
+    """The layout of a base ``x`` with a view ``y``, and of ``z`` in memory of its own."""
+    base = torch.zeros(4, dtype=dtype)
+    state = {"x": base, "y": base[start : start + 2], "z": torch.zeros(2, dtype=dtype)}
+    return collect({name: state[name] for name in names}, CommInfo("test", 0, 1, torch.device("cpu"))).layout
+
+
+def test_tensors_that_overlap_at_the_server_overlap_alike_at_all_trainers() -> None:
+    square = torch.zeros(2, 2)
+    own = CommInfo("test", 0, 1, torch.device("cpu"))
+    apart = {**views("xz"), "y": views("y")["y"]}
+    turned = collect({"x": square, "y": square.t()}, own).layout
+    bits = collect({"x": square, "y": square.view(torch.int32)}, own).layout
+    part_of_y = {**views("xz"), "y": part((2,), ((0,), (1,)))}
+    refused = {
+        "separate": ([apart], views()),
+        "separate at one": ([views(), apart], views()),
+        "in one part": ([views(), part_of_y], views()),
+        "on different trainers": ([{"x": apart["x"], "z": apart["z"]}, {"y": apart["y"]}], views()),
+        "elsewhere": ([views(start=1)], views()),
+        "as one": ([collect({"x": square, "y": square}, own).layout], turned),
+        "other strides": ([collect({"x": square.clone(), "y": square}, own).layout], turned),
+        "as other bytes": ([collect({"x": square, "y": torch.zeros(2, 2, dtype=torch.int32)}, own).layout], bits),
+    }
+    for case, (trainers, server) in refused.items():
+        with pytest.raises(LayoutError, match=r"overlapping at the server, and not so at the trainers: x and y$"):
+            pytest.fail(f"{case}: {plan(trainers, server)}")
+    accepted = [
+        ([views()], views(), True),
+        ([views(), views("zyx")], views("yxz"), True),  # in another order
+        ([views()], views(dtype=torch.bfloat16), True),
+        ([views(), {"z": part((2,))}], views(), True),  # a trainer without them
+        ([views("xyz")], views("yz"), False),
+        ([apart], apart, True),
+        ([views()], apart, True),
+        ([turned], turned, True),
+        ([bits], bits, True),
+    ]
+    for trainers, server, strict in accepted:
+        sent = [transfer.name for transfers in plan(trainers, server, strict=strict) for transfer in transfers]
+        assert sorted(sent) == sorted(server)
 
 
 def test_a_server_may_leave_tensors_out() -> None:
