@@ -418,6 +418,8 @@ class Reporter:
         measured = submitter.in_flight.measured
         straggler = None if measured is None else measured.lateness.last
         last = submitter.recent[-1] if submitter.recent else None
+        if pending and (last is None or pending[-1].started > last[3]):  # deferred, so it has no number yet
+            last = _call(pending[-1])
         answer: JsonObject = {
             "comm": self._group.name,
             "rank": self._group.rank,
@@ -431,7 +433,7 @@ class Reporter:
             "nbytes": submitter.counts.nbytes,
             "straggler": -1 if straggler is None else straggler.rank,
             "in_flight": len(pending),
-            "pending": [_called((work.op, work.site, work.seq, work.started, None), now) for work in pending[:SHOWN]],
+            "pending": [_called(_call(work), now) for work in pending[:SHOWN]],
             "last": None if last is None else _called(last, now),
             "blocked": self._ping is not None and now - self._ping > PING_SECONDS / 2,
             "issued": submitter.outstanding(tag) if isinstance(tag, str) else 0,
@@ -471,6 +473,10 @@ def _state(error: AsyncCommError | None) -> str:
     if isinstance(error, BrokenError):
         return f"broken: {error}"[:TEXT]
     return "open" if error is None else "closed"
+
+
+def _call(work: Work[Any]) -> Called:
+    return work.op, work.site, work.seq, work.started, None
 
 
 def _called(call: Called, now: float) -> dict[str, Any]:

@@ -80,7 +80,8 @@ class RankState:
         if self.last is None:
             parts.append("has called nothing")
         else:
-            done = not any(one.seq == self.last.seq and one.op == self.last.op for one in self.pending)
+            waits = any(one.seq == self.last.seq and one.op == self.last.op for one in self.pending)
+            done = not waits and self.in_flight <= len(self.pending)  # else it may be one that is not listed
             parts.append(f"called last {self.last}{', which is done' if done else ''}")
         if self.blocked:
             parts.append("its event loop is blocked")

@@ -176,6 +176,16 @@ async def test_a_state(parts: Parts) -> None:
     assert "test_a_state" in stacks["stacks"]
 
 
+async def test_a_deferred_call_is_the_last_call_until_a_later_one_is_numbered(parts: Parts) -> None:
+    numbered, deferred = parts.issue(REDUCE, 0), parts.work(Barrier(), UNNUMBERED)
+    parts.in_flight.works = dict.fromkeys([numbered, deferred], 0)
+    last = parts.reporter.on_request({"what": "state"})["last"]
+    assert (last["op"], last["seq"]) == ("barrier()", UNNUMBERED)
+    assert __file__ in last["site"]
+    parts.issue(REDUCE, 1).settle()
+    assert parts.reporter.on_request({"what": "state"})["last"]["seq"] == 1
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [(None, "open"), (AbortedError(1, "enough"), "broken: aborted by rank 1: enough"), (ValueError(), "closed")],

@@ -58,10 +58,10 @@ def test_a_state_as_text() -> None:
 @cases(
     "found, text",
     [
-        (state(pending=[]), "called last barrier() #3 2.0 s ago at train.py:7 in step, which is done"),
-        (state(pending=[{**BARRIER, "op": "recv()"}]), "which is done"),  # messages have numbers of their own
+        (state(pending=[], in_flight=0), "called last barrier() #3 2.0 s ago at train.py:7 in step, which is done"),
+        (state(pending=[{**BARRIER, "op": "recv()"}], in_flight=1), "which is done"),  # messages have their own numbers
         (state(last=None), "has called nothing"),
-        (state(last={**BARRIER, "seq": -1, "site": ""}, pending=[]), "called last barrier() 2.0 s ago, which is done"),
+        (state(last={**BARRIER, "seq": -1, "site": ""}, pending=[], in_flight=0), "barrier() 2.0 s ago, which is done"),
         (state(blocked=True), "; its event loop is blocked"),
         (state(state="broken: rank 3 was lost"), "is broken: rank 3 was lost; called last"),
         (RankState.from_answer(1, {}), "is closed; has called nothing"),
@@ -79,6 +79,11 @@ def test_a_state_as_text() -> None:
 def test_what_a_rank_is_doing(found: RankState, text: str) -> None:
     assert text in found.doing
     assert found.doing in str(found)
+
+
+def test_a_last_call_beyond_the_listed_ones_is_not_called_done() -> None:
+    found = state(pending=[{**BARRIER, "seq": 0}, {**BARRIER, "seq": 1}], in_flight=4)
+    assert found.doing == "called last barrier() #3 2.0 s ago at train.py:7 in step"
 
 
 @cases(
