@@ -126,7 +126,7 @@ def add_command(commands: Commands) -> None:
     )
     add = parser.add_argument
     add("run", nargs="?", metavar="RUN", help="a run's id, or the pid of a rank or launcher (default: the only one)")
-    add("--stacks", action="store_true", help="also show the stacks of each rank's main thread and tasks")
+    add("--stacks", action="store_true", help="also show the stacks of each rank's main thread, event loop and tasks")
     add("--comm", metavar="NAME", help="show this comm only")
     add("--json", action="store_true", help="print it for machines")
     add("--dump", type=Path, metavar="DIR", help="write the flight recorder of each rank to DIR, for trace analyze")

@@ -195,7 +195,8 @@ class Comm(
         collective: any rank may ask at any time. Cancelling is safe.
 
         Args:
-            stacks: also report the stacks of each rank's main thread and tasks.
+            stacks: also report the stacks of each rank's main thread and tasks, and of the event loop's thread if that
+                is another one, as for a blocking comm.
             timeout: seconds for the ranks to answer.
 
         Raises: ClosedError on a closed comm; RuntimeError if this rank has no control channel.

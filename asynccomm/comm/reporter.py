@@ -76,7 +76,7 @@ class Reporter:
         self._submitter = weakref.ref(submitter)
         self._on_failure = on_failure
         self._loop = submitter.mailbox.loop
-        self._main = threading.get_ident()
+        self._loop_thread = threading.get_ident()
         self._closed: set[int] = set()  # ranks that have left in an orderly way
         self._fingerprints: deque[tuple[int, Op, int]] = deque()
         self._announced: str | None = None  # rank 0's announcement
@@ -441,7 +441,7 @@ class Reporter:
         if self._jobs != list(range(len(self._jobs))):  # omitted where job ranks equal the comm's ranks
             answer["jobs"] = self._jobs
         if stacks:
-            answer["stacks"] = format_stacks(self._main, self._loop)
+            answer["stacks"] = format_stacks(self._loop_thread, self._loop)
         return answer
 
 

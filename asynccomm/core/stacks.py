@@ -1,9 +1,10 @@
-"""The stacks of a process: a thread's frames, and for each task of its loop the chain of awaits down to the Work."""
+"""The stacks of a process: its threads' frames, and for each task of a loop the chain of awaits down to the Work."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import traceback
 from types import FrameType
 from typing import Any
@@ -14,15 +15,22 @@ DEPTH = 8  # frames shown of a thread; enough to lead back to the test from most
 
 
 def format_stacks(thread_id: int, loop: asyncio.AbstractEventLoop | None, caller: str = "") -> str:
-    """The stack of the thread, and of the loop's tasks if the loop runs there. From any thread.
+    """The stacks of the main thread, of the thread ``thread_id`` if it is another one, and of the loop's tasks.
+
+    From any thread.
 
     Args:
+        thread_id: the thread of the loop; a blocking comm has a loop on a thread of its own.
         caller: a file, such as the test runner's; its frames are left out.
     """
     parts = []
-    frame = sys._current_frames().get(thread_id)
-    if frame is not None and not frame.f_code.co_filename.endswith("selectors.py"):  # an idle loop is in its selector
-        parts.append("main thread:\n" + "".join(_tail(frame, caller)))
+    current = sys._current_frames()
+    labels = {threading.main_thread().ident or 0: "main thread"}
+    labels.setdefault(thread_id, "event loop's thread")
+    for number, label in labels.items():
+        frame = current.get(number)
+        if frame is not None and not frame.f_code.co_filename.endswith("selectors.py"):  # an idle loop's selector
+            parts.append(f"{label}:\n" + "".join(_tail(frame, caller)))
     for task in _tasks(loop):
         frames, work = _awaits(task.get_coro(), caller)
         if frames:

@@ -129,6 +129,15 @@ async def test_a_program_without_a_loop(comm: Comm) -> None:
     await asyncio.to_thread(program, comm.backend)
 
 
+def test_stacks_show_the_program_as_the_main_thread() -> None:
+    with blocking.new_comm(name="stacks", alone=True, timeout=20) as comm:
+        (state,) = comm.diagnose(stacks=True).ranks
+    main, loop = state.stacks.split("event loop's thread:\n")
+    assert main.startswith("main thread:\n")
+    assert "comm.diagnose(stacks=True)" in main
+    assert "in diagnose" in loop
+
+
 def groups(backend: str) -> None:
     with blocking.new_comm(backend, name="groups", timeout=40) as comm:
         pair = [comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]

@@ -13,6 +13,7 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.stacks import DEPTH, format_stacks
 from asynccomm.core.work import Work
 from asynccomm.ops import Barrier
+from tests.cases import cases
 from tests.testing.conftest import wait_until
 
 MAIN = threading.get_ident()
@@ -91,7 +92,7 @@ async def test_idle_thread_is_not_shown() -> None:
     assert not (await described()).startswith("main thread:")
 
 
-def test_busy_thread_is_shown() -> None:
+def test_busy_threads_are_shown() -> None:
     release, reached = threading.Event(), threading.Event()
 
     def deep(levels: int) -> None:
@@ -107,10 +108,15 @@ def test_busy_thread_is_shown() -> None:
     text = format_stacks(thread.ident or 0, None)
     release.set()
     thread.join()
+    main, other = text.split("event loop's thread:\n")
+    assert main.startswith("main thread:\n")
+    assert "in test_busy_threads_are_shown" in main
+    assert other.count("File ") <= DEPTH
+    assert "in deep" in other
+
+
+@cases("thread_id", [MAIN, -1])
+def test_main_thread_is_shown_once_and_a_thread_that_is_gone_is_left_out(thread_id: int) -> None:
+    text = format_stacks(thread_id, None)
     assert text.startswith("main thread:\n")
-    assert text.count("File ") <= DEPTH
-    assert "in deep" in text
-
-
-def test_thread_that_is_gone() -> None:
-    assert format_stacks(-1, None) == ""
+    assert text.count("thread:\n") == 1
