@@ -55,6 +55,7 @@ __all__ = [
     "Backend",
     "BackendContext",
     "BackendWindow",
+    "ConnectionEndedError",
     "DirectCalls",
     "FastCalls",
     "HeldCall",
@@ -72,6 +73,36 @@ class UnsuitableError(BackendError):
 
     A backend raises this error from ``connect`` on all ranks or on none, so that all ranks try the same backend next.
     """
+
+
+@final
+class ConnectionEndedError(BackendError):
+    """The connection with a rank has ended. The comm raises ``closed`` instead where that rank has closed the comm.
+
+    Args:
+        rank: the rank at the other end.
+        reason: the way in which the connection ended.
+        op: the operation that needs it; empty: unknown.
+        message: whether ``op`` is a message, else a collective.
+    """
+
+    rank: int
+    reason: str
+    op: str
+    message: bool
+
+    def __init__(self, rank: int, reason: str, op: str = "", message: bool = False) -> None:
+        super().__init__(rank, reason, op, message)
+        self.rank, self.reason, self.op, self.message = rank, reason, op, message
+
+    def __str__(self) -> str:
+        return f"{self.op}: rank {self.rank}: {self.reason}" if self.op else f"rank {self.rank}: {self.reason}"
+
+    @property
+    def closed(self) -> BackendError:
+        """The error where the rank has closed the comm in order."""
+        need = f", and {self.op} needs it" if self.message else f" and takes no part in {self.op}"
+        return BackendError(f"rank {self.rank} has closed the comm{need if self.op else ''}")
 
 
 @final

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 from msgspec import to_builtins
 
+from asynccomm.backends.base import ConnectionEndedError
 from asynccomm.comm.flight import packed
 from asynccomm.comm.in_flight import RollCall
 from asynccomm.comm.submission import Submitter
@@ -33,7 +34,14 @@ from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.hosts import host_name
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
-from asynccomm.errors import AbortedError, AsyncCommError, BrokenError, CollectiveMismatchError, PeerLostError
+from asynccomm.errors import (
+    AbortedError,
+    AsyncCommError,
+    BackendError,
+    BrokenError,
+    CollectiveMismatchError,
+    PeerLostError,
+)
 from asynccomm.observe.clocks import ClockOffset, estimate
 from asynccomm.observe.watchers import Called
 from asynccomm.ops import Op, PeerOp, WindowOp
@@ -249,6 +257,12 @@ class Reporter:
         mine = RankState.from_answer(group.rank, self.on_request({"what": "state", "stacks": stacks}))
         states[group.rank] = mine
         return Diagnosis(group.name, tuple(states[rank] for rank in range(group.size)))
+
+    def explained(self, error: BackendError) -> BackendError:
+        """``error``, or its reason as far as known: a rank that has closed the comm. On the control thread."""
+        if isinstance(error, ConnectionEndedError) and error.rank in self._closed:
+            return error.closed
+        return error
 
     async def complete(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
         """``error`` with the call sites on both ranks, if these answer.

@@ -394,7 +394,7 @@ class Session:
         elif isinstance(error, PeerLostError):
             channel.call_later(LOST_SECONDS, lambda: self._fail_by_loss(error, EXIT_CHECKS, notify=True))
         elif isinstance(error, BackendError):
-            channel.call_later(EXPLAIN_SECONDS, lambda: self.fail(error))
+            channel.call_later(EXPLAIN_SECONDS, lambda: self.fail(reporter.explained(error)))
         else:
             self.fail(error)
 

@@ -33,6 +33,7 @@ from asynccomm.backends.base import (
     Backend,
     BackendContext,
     BackendWindow,
+    ConnectionEndedError,
     DirectCalls,
     FastCalls,
     RankInfo,
@@ -257,7 +258,9 @@ class GlooBackend(Backend):
 
     def _failed(self, submission: Submission, exc: Exception) -> None:
         self.collectives.end()
-        if not isinstance(exc, BrokenError):
+        if isinstance(exc, ConnectionEndedError):
+            exc = ConnectionEndedError(exc.rank, exc.reason, str(submission.op))
+        elif not isinstance(exc, BrokenError):
             error = BackendError(f"gloo failed in {submission.op}: {str(exc).strip()}")
             error.__cause__ = _bare(exc)
             exc = error

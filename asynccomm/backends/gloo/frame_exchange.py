@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 
+from asynccomm.backends.base import ConnectionEndedError
 from asynccomm.backends.gloo.carried import CarriedCall, CarriedMemory
 from asynccomm.backends.gloo.endpoint import Endpoint
 from asynccomm.backends.gloo.frames import LONGEST, Frame, beginning_of
@@ -247,7 +248,7 @@ class FrameExchange:
             error: Exception | None = None
             if missing:
                 assert lost is not None
-                error = BackendError(f"rank {lost}: {self._gone[lost]}")
+                error = ConnectionEndedError(lost, self._gone[lost])
             else:
                 try:
                     for peer in self._others:

@@ -102,9 +102,9 @@ class Outbox:
         link.put(Header(Kind.DATA, number=number).pack(), head, *[view(tensor) for tensor in tensors], done=done)
         self._endpoint.flush(link)
 
-    def unsent(self, peer: int) -> bool:
-        """Whether there are messages to ``peer`` for which ``sent`` has still to be called."""
-        return any(cast(PeerOp, submission.op).peer == peer for submission in self._unsent.values())
+    def unsent(self, peer: int) -> list[Submission]:
+        """The messages to ``peer`` for which ``sent`` has still to be called."""
+        return [submission for submission in self._unsent.values() if cast(PeerOp, submission.op).peer == peer]
 
     def clear(self) -> None:
         """Drop all messages; ``sent`` is not called any more."""

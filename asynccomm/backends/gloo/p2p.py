@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.base import Submission
+from asynccomm.backends.base import ConnectionEndedError, Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.endpoint import Endpoint
 from asynccomm.backends.gloo.frame_exchange import FrameExchange
@@ -430,12 +430,13 @@ class PointToPoint:
             return
         reason = self._gone.setdefault(peer, reason)
         self._frames.gone(peer, reason)
-        unsent = self._outbox is not None and self._outbox.unsent(peer)
-        posted = self._queues.withdraw(peer)
-        cleared = any(source == peer for source, _ in self._cleared)
-        cut = self._endpoint is not None and self._endpoint.cut(peer)
-        if unsent or posted or cleared or cut:
-            self._fail(BackendError(f"rank {peer}: {reason}"))
+        unsent = [] if self._outbox is None else self._outbox.unsent(peer)
+        cleared = [receive for (source, _), (_, receive) in self._cleared.items() if source == peer]
+        waiting = [*unsent, *cleared, *self._queues.withdraw(peer)]
+        if waiting:
+            self._lose(peer, waiting[0])
+        elif self._endpoint is not None and self._endpoint.cut(peer):
+            self._fail(ConnectionEndedError(peer, reason))
         else:
             self._check_any_source()
 
@@ -448,7 +449,8 @@ class PointToPoint:
 
     def _lose(self, peer: int, submission: Submission) -> None:
         """Fail an operation with a rank that has gone."""
-        self._fail(BackendError(f"{submission.op}: rank {peer}: {self._gone.get(peer, 'no connection')}"))
+        reason = self._gone.get(peer, "no connection")
+        self._fail(ConnectionEndedError(peer, reason, str(submission.op), message=True))
 
     def _fail(self, exc: Exception) -> None:
         """Break the comm: nothing more is received, because the order of messages may be lost."""

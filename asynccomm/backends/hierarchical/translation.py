@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from asynccomm.backends.base import ConnectionEndedError
 from asynccomm.backends.hierarchical.labels import call_behind
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError, PeerLostError
 
@@ -28,6 +29,8 @@ def translated(error: BrokenError, ranks: Sequence[int]) -> BrokenError:
             if mine == theirs:
                 theirs = f"{theirs}, of other sizes or dtypes"
             return CollectiveMismatchError(seq, ranks[rank], mine, ranks[other], theirs)
+        case ConnectionEndedError(rank=rank, reason=reason, op=op, message=message):
+            return ConnectionEndedError(ranks[rank], reason, _call(op, ranks), message)
         case BackendError():
             new = BackendError(_RANK.sub(lambda found: f"rank{found[1]}{_number(found[2], ranks)}", str(error)))
             new.__cause__ = error.__cause__

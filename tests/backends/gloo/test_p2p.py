@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import re
 import socket
 from typing import Any
 from unittest import TestCase
@@ -401,6 +402,25 @@ async def test_a_connection_that_ends_in_the_data_of_a_long_message_breaks_both_
                         pass
                 else:
                     await other.recv(torch.zeros_like(data), None if kind == "any source" else 0)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("call", ["receive", "receive of an object", "collective"])
+async def test_a_rank_that_has_closed_the_comm_is_named_with_the_operation_that_needs_it(comm: Comm, call: str) -> None:
+    async with pair("on") as other:
+        if comm.rank == 1:
+            return
+        match call:
+            case "receive":
+                work: Any = other.recv(torch.zeros(3), 1)
+                text = ", and recv(float32[3], src=1, tag=0) needs it"
+            case "receive of an object":
+                work, text = other.recv_object(1), ", and recv_object(src=1, tag=0) needs it"
+            case _:
+                work, text = other.all_reduce(torch.ones(3)), " and takes no part in all_reduce(float32[3], SUM)"
+        with pytest.raises(BackendError, match=f"^{re.escape('rank 1 has closed the comm' + text)}$") as found:
+            await work
+        assert type(found.value) is BackendError
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -1,5 +1,6 @@
 """Errors among some ranks of a comm, with the comm's numbers and calls."""
 
+from asynccomm.backends.base import ConnectionEndedError
 from asynccomm.backends.hierarchical.translation import translated
 from asynccomm.errors import AbortedError, BackendError, CollectiveMismatchError, PeerLostError
 
@@ -40,6 +41,14 @@ def test_a_text_that_names_ranks() -> None:
     found = translated(given, RANKS)
     assert str(found) == "rank 5 has closed the comm; so has rank 9"
     assert found.__cause__ is cause
+
+
+def test_a_connection_that_has_ended() -> None:
+    given = ConnectionEndedError(1, "closed", "recv(float32[5], src=1, tag=4)", message=True)
+    found = translated(given, RANKS)
+    assert isinstance(found, ConnectionEndedError)
+    assert str(found) == "recv(float32[5], src=5, tag=4): rank 5: closed"
+    assert str(found.closed) == "rank 5 has closed the comm, and recv(float32[5], src=5, tag=4) needs it"
 
 
 def test_a_text_with_an_operation_on_a_window() -> None:
