@@ -42,12 +42,11 @@ def difference(rank: int, mine: Issued, other: int, theirs: Issued) -> Collectiv
         if ours.words != another.words:
             text = another.text if another.text != ours.text else f"{another.text}, of other sizes or dtypes"
             return CollectiveMismatchError(ours.number, rank, ours.text, other, text)
-    first, count = mine.called[0], len(mine.called)
-    if count != len(theirs.called):
-        sides = _extent(first, count), _extent(theirs.called[0], len(theirs.called))
+    first = mine.called[0]
+    if len(mine.called) != len(theirs.called):
+        sides = _extent(mine) + _beyond(mine, theirs), _extent(theirs) + _beyond(theirs, mine)
         return CollectiveMismatchError(first.number, rank, sides[0], other, sides[1])
-    what = _extent(first, count)
-    merged = [f"{what}, merged into {', '.join(side.submitted)}" for side in (mine, theirs)]
+    merged = [f"{_extent(mine)}, merged into {', '.join(side.submitted)}" for side in (mine, theirs)]
     return CollectiveMismatchError(first.number, rank, merged[0], other, merged[1])
 
 
@@ -60,5 +59,15 @@ def misfit(sends: Sequence[Sequence[int]], receives: Sequence[Sequence[int]]) ->
     return None
 
 
-def _extent(first: Called, count: int) -> str:
-    return f"{first.text} alone" if count == 1 else f"a batch of {count} from {first.text} on"
+def _extent(side: Issued) -> str:
+    first, count = side.called[0].text, len(side.called)
+    return f"{first} alone" if count == 1 else f"a batch of {count} from {first} on"
+
+
+def _beyond(side: Issued, other: Issued) -> str:
+    """The first collective that only the longer batch has, for the text of ``side``."""
+    count, shared = len(side.called), min(len(side.called), len(other.called))
+    if count > shared:
+        extra = side.called[shared]
+        return f", with #{extra.number} {extra.text}"
+    return ", without it" if count > 1 else ""

@@ -118,7 +118,7 @@ class Comm(
         dtypes and reductions may be mixed. Operations that share memory take effect in the order of the calls, on all
         ranks alike: a batch ends before an operation that depends on it. ``reduce``, ``gather``, ``scatter``, uneven
         operations and objects keep their place in the order, but each is sent by itself: a rank cannot know the memory
-        that the other ranks use for them.
+        that the other ranks use for them. ``all_gather_v`` and the like count as even if given equal sizes.
 
         - Awaiting a Work of the scope inside it sends the operations held so far. Only the task that opened the scope,
           or a task that it waits for there (``asyncio.gather``), should do so: all ranks must send at the same place.

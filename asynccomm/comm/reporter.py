@@ -267,7 +267,8 @@ class Reporter:
     async def complete(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
         """``error`` with the call sites on both ranks, if these answer.
 
-        Operations that a scope holds may travel as one. Then the first of them that differs takes its place.
+        Operations that a scope holds may travel as one. Then the first of them that differs takes its place; where
+        all are equal, the first of them is named beside it.
         """
         sides = [error.rank, error.other_rank]
         message = self._message(error)
@@ -285,7 +286,12 @@ class Reporter:
                 return CollectiveMismatchError(
                     seq, error.rank, mine.op, error.other_rank, theirs.op + divided, mine.site, theirs.site
                 )
-        return CollectiveMismatchError(*error.args[:5], *[found[0].site if found else "" for found in calls])
+        texts = [error.op, error.other_op]
+        if numbered and all(calls):
+            ops = [found[0].op for found in calls]
+            texts = [text if op in text else f"{op}, merged into {text}" for op, text in zip(ops, texts, strict=True)]
+        sites = [found[0].site if found else "" for found in calls]
+        return CollectiveMismatchError(error.seq, error.rank, texts[0], error.other_rank, texts[1], *sites)
 
     # -- from the channel, on its thread ------------------------------------------------------------------------------
 

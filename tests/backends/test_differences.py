@@ -39,7 +39,14 @@ def test_one_that_is_only_divided_otherwise() -> None:
 
 def test_batches_of_other_lengths() -> None:
     error = difference(0, batch(Barrier(), Barrier()), 1, batch(Barrier()))
-    assert error.args[:5] == (3, 0, "a batch of 2 from barrier() on", 1, "barrier() alone")
+    sides = "a batch of 2 from barrier() on, with #4 barrier()", "barrier() alone"
+    assert error.args[:5] == (3, 0, sides[0], 1, sides[1])
+
+
+def test_the_first_that_only_the_longer_batch_has_is_named() -> None:
+    error = difference(0, batch(total(1), total(2)), 1, batch(total(1), total(2), total(7), Barrier()))
+    sides = (f"a batch of {n} from all_reduce(float32[1], SUM) on, with" for n in (2, 4))
+    assert error.args[:5] == (3, 0, f"{next(sides)}out it", 1, f"{next(sides)} #5 all_reduce(float32[7], SUM)")
 
 
 def test_what_was_merged_otherwise() -> None:

@@ -199,18 +199,21 @@ BATCHES: list[tuple[list[list[int]], list[list[int]], str]] = [
     (
         [[1, 2, 3]],
         [[1], [2], [3]],
-        f"operation #0 differs: rank 0 has a batch of 3 from all_reduce(float32[1], SUM) on, rank 1 has {ALONE}",
+        "operation #0 differs: rank 0 has a batch of 3 from all_reduce(float32[1], SUM) on, "
+        f"with #1 all_reduce(float32[2], SUM), rank 1 has {ALONE}",
     ),
     (
         [[1], [2, 3]],
         [[1, 2, 3]],
-        f"operation #0 differs: rank 0 has {ALONE}, rank 1 has a batch of 3 from all_reduce(float32[1], SUM) on",
+        f"operation #0 differs: rank 0 has {ALONE}, rank 1 has a batch of 3 from all_reduce(float32[1], SUM) on, "
+        "with #1 all_reduce(float32[2], SUM)",
     ),
     (
         [[9], [1, 2, 3, 4]],
         [[9], [1, 2], [3, 4]],
         "operation #1 differs: rank 0 has a batch of 4 from all_reduce(float32[1], SUM) on, "
-        "rank 1 has a batch of 2 from all_reduce(float32[1], SUM) on",
+        "with #3 all_reduce(float32[3], SUM), "
+        "rank 1 has a batch of 2 from all_reduce(float32[1], SUM) on, without it",
     ),
     (
         [[1, 2, 3]],
@@ -281,7 +284,8 @@ MERGED: list[tuple[list[list[int]], list[list[int]], str]] = [
         [[0, 1, 2]],
         [[0, 1]],
         "operation #0 differs: rank 0 has a batch of 3 from all_reduce(float32[1], SUM) on, "
-        "rank 1 has a batch of 2 from all_reduce(float32[1], SUM) on",
+        "with #2 all_reduce(float32[3], SUM), "
+        "rank 1 has a batch of 2 from all_reduce(float32[1], SUM) on, without it",
     ),
     (
         [[0, 1], [2, 3]],

@@ -361,6 +361,8 @@ async def test_a_difference_names_both_sides(parts: Parts) -> None:
 # -- errors that are completed ----------------------------------------------------------------------------------------
 
 FUSED = CollectiveMismatchError(4, 0, "the fused operation", 1, "another fused operation")
+TEN = "all_reduce(float32[10], SUM)"
+MERGED = CollectiveMismatchError(4, 0, f"{TEN}, merged into {FUSED.op}", 1, f"{TEN}, merged into {FUSED.other_op}")
 
 
 def issued(parts: Parts, *numels: int) -> None:
@@ -392,16 +394,19 @@ async def test_operations_that_are_divided_otherwise(parts: Parts) -> None:
 
 
 @pytest.mark.parametrize("theirs", [(10, 20), (10, 20, 30)])
-async def test_equal_operations_keep_the_texts(parts: Parts, theirs: tuple[int, ...]) -> None:
+async def test_of_equal_operations_the_first_is_named(parts: Parts, theirs: tuple[int, ...]) -> None:
     """The ranks have fused equal operations in other ways, or differ in what they do not announce."""
     peer = Parts()
     parts.line.answers[11] = peer.reporter.on_request
     issued(parts, 10, 20)
     issued(peer, *theirs)
     error = await parts.reporter.complete(FUSED)
-    assert error.args[:5] == FUSED.args[:5]
+    assert error.args[:5] == MERGED.args[:5]
     assert __file__ in error.site
     assert __file__ in error.other_site
+    sent_alone = CollectiveMismatchError(4, 0, "a batch of 2 from all_reduce(float32[10], SUM) on", 1, FUSED.other_op)
+    error = await parts.reporter.complete(sent_alone)
+    assert error.args[:5] == (4, 0, sent_alone.op, 1, MERGED.other_op)
 
 
 BAD_REPLIES: list[Any] = [
@@ -435,7 +440,7 @@ async def test_a_reply_is_read_as_far_as_possible(parts: Parts) -> None:
 
     parts.line.answers[11] = answer
     error = await parts.reporter.complete(FUSED)
-    assert error.args[:5] == FUSED.args[:5]
+    assert error.args[:5] == MERGED.args[:5]
     assert __file__ in error.other_site
 
 

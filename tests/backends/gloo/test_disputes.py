@@ -52,7 +52,8 @@ def test_a_batch_is_described_as_it_was_called() -> None:
     batch[0].batch = batch, 0
     for error in errors_of([batch[0], submission(Barrier())], (0, 1)):
         assert isinstance(error, CollectiveMismatchError)
-        assert error.args[:5] == (7, 0, "a batch of 2 from barrier() on", 1, "barrier() alone")
+        longer = "a batch of 2 from barrier() on, with #8 all_reduce(float32[3], SUM)"
+        assert error.args[:5] == (7, 0, longer, 1, "barrier() alone")
 
 
 def test_the_pair_that_does_not_fit_is_named() -> None:
