@@ -69,7 +69,7 @@ async def connect_session(
         reason = exc
         try:
             if may_connect:  # else the parent's error is the reason
-                reason = await _connect_error(session, exc)
+                reason = await _connect_error(session, exc, split=parent is not None)
         finally:
             # other ranks may still wait for this one; an unsuitable backend fails on all ranks by itself
             session.fail(session.gave_up(reason), notify=not isinstance(reason, UnsuitableError))
@@ -134,7 +134,7 @@ async def _connect_first(session: Session, backends: Mapping[str, type[Backend]]
             return
 
 
-async def _connect_error(session: Session, exc: BaseException) -> BaseException:
+async def _connect_error(session: Session, exc: BaseException, *, split: bool) -> BaseException:
     """The error to raise for ``exc``, which ended connecting; waits for a message with its cause."""
     seconds = 0.0
     if isinstance(exc, PeerLostError):
@@ -159,5 +159,6 @@ async def _connect_error(session: Session, exc: BaseException) -> BaseException:
             ranks = range(group.size)
             came = await asyncio.gather(*(session.identity.room.check([f"here/{rank}"]) for rank in ranks))
             if absent := [rank for rank in ranks if not came[rank]]:
-                error += f"; ranks {absent} did not come"
+                # ranks that pass another list meet elsewhere, even if it has the same ranks in another order
+                error += f"; ranks {absent} did not come{', or pass another list of ranks' if split else ''}"
     return BackendError(error)

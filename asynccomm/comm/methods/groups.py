@@ -90,8 +90,8 @@ class Groups(CommBase):
         Raises:
             ValueError, TypeError: at the call, naming the argument; also if ``ranks`` does not have this rank.
             ClosedError, BrokenError: the error of this comm, at the call, or from awaiting if it breaks meanwhile.
-            BackendError: from awaiting: the transport could not connect, or ranks did not call this; if a rank has
-                closed this comm, in 2 seconds.
+            BackendError: from awaiting: the transport could not connect, or ranks did not call this, or passed another
+                list of ranks, also the same ranks in another order; if a rank has closed this comm, in 2 seconds.
             AbortedError: from awaiting: another rank could not connect, or gave up.
 
         Cancelling the await is safe; the other ranks get an AbortedError. A split is identified by ``ranks``, ``name``

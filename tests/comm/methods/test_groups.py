@@ -504,6 +504,15 @@ async def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch)
         assert "ranks [0, 2] did not come" in str(second)
 
 
+async def test_lists_in_other_orders_are_a_possible_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(2) as (a, b):
+        waiting_at(monkeypatch)
+        made = a.split([0, 1], "x", timeout=0.1), b.split([1, 0], "x", timeout=0.1)
+        for error in await asyncio.gather(*(each._connect() for each in made), return_exceptions=True):
+            assert isinstance(error, BackendError)
+            assert str(error).endswith("; ranks [1] did not come, or pass another list of ranks")
+
+
 async def test_counters_agree_again_after_a_rank_did_not_await(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2) as (a, b):
         waiting_at(monkeypatch)
