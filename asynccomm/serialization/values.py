@@ -6,7 +6,8 @@ nodes, so that an object that occurs several times stays one object, in cycles, 
 the nodes.
 
 Lists, dicts and sets get their number before their items, all other nodes after their items. So rebuilding makes every
-node from nodes with lower numbers, and then fills the lists, dicts and sets.
+node from nodes with lower numbers, and then fills the lists, dicts and sets. If a key or a member of a set holds such a
+container, rebuilding goes depth first instead: all containers in a key are filled before the key is hashed.
 
 Security: a receiver builds only the kinds in this module, from checked plain data. Of a registered class it calls no
 constructor and no other method, except ``__hash__`` and ``__eq__`` of objects in sets and of keys. Arrays never have
@@ -23,7 +24,7 @@ import functools
 import re
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from fractions import Fraction
@@ -38,6 +39,7 @@ from asynccomm.serialization.arrays import array_of, flat_array, scalar_of
 
 Node = Any  # a plain value that is no tuple, or a tuple of a kind and plain arguments
 C = TypeVar("C", bound=type)
+_Made = Sequence[Any] | Mapping[int, Any]  # objects by the number of their node
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _PATHS: Final = {kind.__name__: kind for kind in (PosixPath, PurePosixPath, PureWindowsPath, WindowsPath)}
@@ -279,24 +281,107 @@ def rebuild(nodes: object, root: object, rest: Sequence[object]) -> Any:
         raise ValueError("it has no nodes")
     made: list[Any] = []
     unfilled: list[tuple[Any, Any]] = []
-    for node in nodes:
+    holders: set[int] = set()  # numbers of the lists, dicts and sets, and of the objects that hold them
+    may_be_keys = False  # whether some of these objects are hashable
+    for number, node in enumerate(nodes):
         if type(node) is not tuple:
             made.append(node)
         elif (kind := node[0]) in _EMPTY:
             made.append(_EMPTY[kind]())
             unfilled.append((made[-1], node))
+            holders.add(number)
+        elif kind in _OF_NODES:
+            if not holders.isdisjoint(node[-1]):
+                if kind == "frozenset":
+                    return _rebuild_depth_first(nodes, root, rest)
+                holders.add(number)
+                may_be_keys = True
+            made.append(_OF_NODES[kind](made, *node[1:]))
         elif kind == "rest":
             made.append(rest[node[1]])
-        elif kind in _OF_NODES:
-            made.append(_OF_NODES[kind](made, *node[1:]))
         else:
             made.append(_READERS[kind](*node[1:]))
+    if may_be_keys and any(node[0] != "list" and not holders.isdisjoint(node[1]) for _, node in unfilled):
+        return _rebuild_depth_first(nodes, root, rest)
     for container, node in unfilled:
         _fill(container, made, *node[1:])
     return made[root]
 
 
-def _fill(container: Any, made: Sequence[Any], items: Any, values: Any = (), names: Any = (), more: Any = ()) -> None:
+def _rebuild_depth_first(nodes: Sequence[Any], root: int, rest: Sequence[object]) -> Any:
+    """The same object, where keys hold lists, dicts or sets: each is filled before the keys that hold it are hashed."""
+    order, cyclic = _depth_first(nodes, root)
+    made = {number: _EMPTY[nodes[number][0]]() for number in order if _kind(nodes[number]) in _EMPTY}
+    late: list[int] = []  # containers that hold an object which holds them
+    for number in order:
+        node = nodes[number]
+        if number not in made:
+            of_nodes = _OF_NODES.get(_kind(node))
+            made[number] = _leaf(node, rest) if of_nodes is None else of_nodes(made, *node[1:])
+        elif made.keys() >= set(_numbers_in(node)):
+            _fill(made[number], made, *node[1:])
+        else:
+            late.append(number)
+    for number in late:
+        _fill(made[number], made, *nodes[number][1:])
+    if cyclic:  # keys that hold their own dict or set were hashed before all that they hold was filled
+        hashed = [number for number in order if _kind(nodes[number]) in _HASHED]
+        for number in hashed:
+            if nodes[number][0] in _EMPTY:
+                made[number].clear()
+                _fill(made[number], made, *nodes[number][1:])
+        for number in hashed:
+            _check_keys(made[number], _picked(made, nodes[number][1]))
+    return made[root]
+
+
+def _depth_first(nodes: Sequence[Any], root: int) -> tuple[list[int], bool]:
+    """The numbers of the nodes, each after those of its items, and whether an object holds itself."""
+    ended: dict[int, None] = {}
+    entered: set[int] = set()
+    cyclic = False
+    stack = [root]
+    while stack:
+        number = stack.pop()
+        if number < 0:
+            ended[~number] = None
+        elif number not in entered:
+            entered.add(number)
+            stack.append(~number)
+            stack.extend(_numbers_in(nodes[number]))
+        elif number not in ended:
+            cyclic = True
+    return list(ended), cyclic
+
+
+def _numbers_in(node: Any) -> Iterable[int]:
+    """The numbers of the items of a node, also of keys, values and attributes."""
+    kind = _kind(node)
+    if kind in _EMPTY:
+        return chain.from_iterable((*node[1:3], *node[4:]))
+    return node[-1] if kind in _OF_NODES else ()
+
+
+def _kind(node: Any) -> Any:
+    return node[0] if type(node) is tuple else None
+
+
+def _leaf(node: Any, rest: Sequence[object]) -> Any:
+    """The object of a node that has no numbers of others."""
+    if type(node) is not tuple:
+        return node
+    return rest[node[1]] if node[0] == "rest" else _READERS[node[0]](*node[1:])
+
+
+def _check_keys(container: Any, keys: Sequence[Any]) -> None:
+    if len(container) != len(keys) or not all(key in container for key in keys):
+        raise ValueError(
+            f"a key in a {type(container).__name__} cannot be found: its hash or equality depends on an "
+            f"object that holds the {type(container).__name__}"
+        )
+
+
+def _fill(container: Any, made: _Made, items: Any, values: Any = (), names: Any = (), more: Any = ()) -> None:
     found = _picked(made, items)
     if isinstance(container, list):
         container.extend(found)
@@ -308,7 +393,7 @@ def _fill(container: Any, made: Sequence[Any], items: Any, values: Any = (), nam
             vars(container).update(zip(names, _picked(made, more), strict=True))
 
 
-def _picked(made: Sequence[Any], numbers: Any) -> list[Any]:
+def _picked(made: _Made, numbers: Any) -> list[Any]:
     return [made[number] for number in numbers]
 
 
@@ -323,14 +408,14 @@ def _member(name: object, value: object) -> enum.Enum:
     raise ValueError(f"the enum {name} has no member {value!r} here")
 
 
-def _named_tuple(made: Sequence[Any], name: object, items: Any) -> Any:
+def _named_tuple(made: _Made, name: object, items: Any) -> Any:
     cls = _class_of(name)
     if not _is_named_tuple(cls) or len(cls._fields) != len(items):  # type: ignore[attr-defined]
         raise ValueError(f"the class {name} has other fields here")
     return tuple.__new__(cls, _picked(made, items))
 
 
-def _dataclass(made: Sequence[Any], name: object, fields: Any, values: Any) -> Any:
+def _dataclass(made: _Made, name: object, fields: Any, values: Any) -> Any:
     cls = _class_of(name)
     if not dataclasses.is_dataclass(cls) or [field.name for field in dataclasses.fields(cls)] != fields:
         raise ValueError(f"the class {name} has other fields here")
@@ -364,6 +449,7 @@ def _fraction(numerator: object, denominator: object) -> Fraction:
 
 
 _EMPTY: Final[dict[object, Callable[[], Any]]] = {"list": list, "dict": dict, "set": set, "OrderedDict": OrderedDict}
+_HASHED: Final = frozenset({"dict", "set", "OrderedDict", "frozenset"})
 _OF_NODES: Final[dict[object, Callable[..., Any]]] = {
     "tuple": lambda made, items: tuple(_picked(made, items)),
     "frozenset": lambda made, items: frozenset(_picked(made, items)),

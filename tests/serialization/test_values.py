@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import json
+import pickle
 import uuid
 from collections import OrderedDict
 from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
@@ -18,6 +19,8 @@ from zoneinfo import ZoneInfo
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import asynccomm
 from asynccomm.serialization import values
@@ -80,6 +83,41 @@ class Config:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
     name: str
+
+
+@register_safe
+@dataclasses.dataclass(frozen=True)
+class ListKey:
+    """A key whose hash and equality depend on lists, dicts and sets; it is told apart by its label."""
+
+    items: Any
+    label: int = dataclasses.field(default=0, compare=False)
+
+    def __hash__(self) -> int:
+        return hash((type(self.items), len(self.items)))
+
+
+@register_safe
+@dataclasses.dataclass(frozen=True)
+class LabelKey:
+    """A key that can be compared in cycles, where the hash changes with the list."""
+
+    items: Any = dataclasses.field(compare=False)
+    label: int
+
+    def __hash__(self) -> int:
+        return hash((type(self.items), len(self.items)))
+
+
+@register_safe
+@dataclasses.dataclass(frozen=True)
+class FirstKey:
+    """A key whose hash needs the first item of its list."""
+
+    items: list[Any]
+
+    def __hash__(self) -> int:
+        return hash(self.items[0])
 
 
 @register_safe
@@ -164,6 +202,135 @@ def test_structure_is_kept() -> None:
     assert first == day
     back = through(box)
     assert back.item[0] is back
+
+
+def test_keys_that_hold_lists_dicts_and_sets() -> None:
+    def keys() -> list[Any]:
+        return [
+            ListKey([(1, 2)]),
+            ListKey([(3, 4)]),
+            ListKey({ListKey([(5, 6)]): Path("x")}),
+            ListKey({ListKey([(7, 8)])}),
+            (ListKey([Pair([1, [2]])]), frozenset({ListKey([[]]), ListKey([{}])})),
+        ]
+
+    assert through(dict.fromkeys(keys(), 1)) == dict.fromkeys(keys(), 1)
+    assert through(OrderedDict.fromkeys(keys(), [2])) == OrderedDict.fromkeys(keys(), [2])
+    assert through([set(keys()), frozenset(keys())]) == [set(keys()), frozenset(keys())]
+    assert through({FirstKey([Path("x")]): frozenset({FirstKey([date(2024, 1, 1)])})}) == {
+        FirstKey([Path("x")]): frozenset({FirstKey([date(2024, 1, 1)])})
+    }
+
+
+def test_a_deep_key_is_rebuilt_without_recursion() -> None:
+    deep: Any = [Path("x")]
+    for _ in range(5000):
+        deep = [deep, {}]
+    (back,) = through({ListKey(deep)})
+    back = back.items
+    for _ in range(5000):
+        back = back[0]
+    assert back == [Path("x")]
+
+
+def test_keys_in_cycles() -> None:
+    items: list[Any] = [Path("x")]
+    key = ListKey(items)
+    of: dict[Any, Any] = {key: 1}
+    items.append(of)
+    for obj in (of, items, key):
+        back = next(iter(through([obj, {key}])[1])).items
+        (again,) = back[1]
+        assert again.items is back
+        assert back[1][again] == 1
+        assert again in back[1]
+
+
+def test_a_key_that_depends_on_its_own_set_is_refused() -> None:
+    items: list[Any] = [Path("x")]
+    members = frozenset({ListKey(items)})
+    items.append(members)
+    with pytest.raises(asynccomm.PayloadError, match="a key in a frozenset cannot be found: its hash or equality"):
+        through(items)
+
+
+def _keys(of: list[Any]) -> list[Any]:
+    return [each for each in of if isinstance(each, (int, Path, ListKey, LabelKey))]
+
+
+@st.composite
+def graphs(draw: st.DrawFn, kind: type, cycles: bool) -> Any:
+    """An object made of others, of which some are shared and some are keys; in cycles, where lists are changed last."""
+    objects: list[Any] = [1, Path("x")]
+    for label in range(draw(st.integers(1, 9))):
+        some = draw(st.lists(st.sampled_from(objects), max_size=3))
+        held = [each for each in objects if isinstance(each, (list, dict, set, frozenset, tuple))]
+        match draw(st.sampled_from(["list", "dict", "OrderedDict", "set", "frozenset", "tuple", "box", "key", "key"])):
+            case "list":
+                objects.append(list(some))
+            case "dict":
+                objects.append(dict(zip(_keys(some), reversed(some), strict=False)))
+            case "OrderedDict":
+                objects.append(OrderedDict.fromkeys(_keys(some), some[-1:]))
+            case "set":
+                objects.append(set(_keys(some)))
+            case "frozenset":
+                objects.append(frozenset(_keys(some)))
+            case "tuple":
+                objects.append(tuple(some))
+            case "box":
+                objects.append(Box(some))
+            case "key":
+                objects.append(kind(draw(st.sampled_from(held)) if held else [()], label))
+    if cycles:
+        for changed in [each for each in objects if type(each) is list and each]:
+            changed[-1] = draw(st.sampled_from(objects))
+    return draw(st.permutations(objects))
+
+
+def _check_alike(back: Any, obj: Any, seen: dict[int, Any]) -> None:
+    assert type(back) is type(obj)
+    if id(obj) in seen:
+        assert seen[id(obj)] is back, "a shared object is one object"
+        return
+    if isinstance(obj, (int, Path)):
+        assert back == obj
+        return
+    if obj != ():
+        seen[id(obj)] = back
+    if isinstance(obj, (dict, set, frozenset)):
+        assert all(key in back for key in back)
+    assert len(_parts(back)) == len(_parts(obj))
+    for one, other in zip(_parts(back), _parts(obj), strict=True):
+        _check_alike(one, other, seen)
+
+
+def _parts(obj: Any) -> list[Any]:
+    if isinstance(obj, dict):
+        return [*obj, *obj.values()]
+    if isinstance(obj, (set, frozenset)):
+        return sorted(obj, key=lambda key: (type(key).__name__, str(getattr(key, "label", key))))
+    return (
+        list(obj) if isinstance(obj, (list, tuple)) else [getattr(obj, each.name) for each in dataclasses.fields(obj)]
+    )
+
+
+@given(graphs(ListKey, cycles=False))
+def test_nested_keys_come_back_as_with_pickle(obj: Any) -> None:
+    _check_alike(through(obj), obj, {})
+    _check_alike(pickle.loads(pickle.dumps(obj)), obj, {})
+
+
+@given(graphs(LabelKey, cycles=True))
+def test_nested_keys_in_cycles_come_back_or_are_refused(obj: Any) -> None:
+    try:
+        back = through(obj)
+    except asynccomm.PayloadError as exc:
+        assert "a key in a frozenset cannot be found" in str(exc)
+    except TypeError as exc:
+        assert "contains itself" in str(exc)
+    else:
+        _check_alike(back, obj, {})
 
 
 def test_no_constructor_runs() -> None:
