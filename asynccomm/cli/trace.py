@@ -18,7 +18,8 @@ Analyze the dumps of flight recorders, and merge the traces of ranks.
 
 analyze names the first collective of each comm that some ranks did not call, called differently or did not complete,
 and the rank that was last most of the times. The exit code is 1 if there is such a collective, 0 if there is none, and
-2 if there is no dump. merge makes one trace for Perfetto of the files of ranks, as `with comm.trace(...)` writes them.
+2 if there is no dump or a file is damaged. merge makes one trace for Perfetto of the files of ranks, as
+`with comm.trace(...)` writes them.
 """
 
 

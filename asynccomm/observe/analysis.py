@@ -17,6 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
+import msgspec
+
+from asynccomm.control.transport.schema import decode, loads
+
 Dump = dict[str, Any]
 COMPARED: Final = ("profiling_name", "input_dtypes", "output_dtypes", "signature")  # equal on all ranks of a collective
 _RANK: Final = re.compile(r"(\d+)$")
@@ -24,6 +28,31 @@ _RANK: Final = re.compile(r"(\d+)$")
 
 class DumpError(ValueError):
     """A file is no dump of a flight recorder."""
+
+
+class _Entry(msgspec.Struct):
+    """The fields of a call that are read here; a dump of torch has more."""
+
+    process_group: tuple[str, str]
+    collective_seq_id: int
+    is_p2p: bool
+    profiling_name: str
+    state: str
+    time_created_ns: int | float
+    frames: list[dict[str, Any]] | None = None
+
+
+class _Group(msgspec.Struct):
+    ranks: str | list[int]
+    collectives: int = 0
+
+    def __post_init__(self) -> None:
+        loads(list[int], str(self.ranks))
+
+
+class _Dump(msgspec.Struct):
+    pg_config: dict[str, _Group]
+    entries: list[_Entry]
 
 
 @final
@@ -35,13 +64,12 @@ class _PlainUnpickler(pickle.Unpickler):
 def load_dump(path: Path) -> Dump:
     """The dump in a file, without running code of the file. Raises: OSError; DumpError naming the file."""
     try:
-        dump = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        dump: Dump = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        decode(_Dump, dump)
     except OSError:
         raise
     except Exception as exc:  # a pickle of anything raises anything
         raise DumpError(f"{path} is no dump of a flight recorder: {exc}") from exc
-    if not isinstance(dump, dict) or not {"entries", "pg_config"} <= dump.keys():
-        raise DumpError(f"{path} is no dump of a flight recorder: it has no entries")
     return dump
 
 
@@ -198,7 +226,7 @@ def _suspect(calls: Mapping[int, Mapping[int, Dump]], begin: int) -> Suspect | N
 
 def _shown(entry: Dump) -> str:
     frames = entry.get("frames") or [{}]
-    site = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames[0] else ""
+    site = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames[0].keys() >= {"filename", "line"} else ""
     return f"{entry.get('op', entry['profiling_name'])}, {entry['state']}{site}"
 
 

@@ -17,6 +17,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
+from asynccomm.control.transport.schema import decode
+
 Part = Mapping[str, Any]  # of one comm on one rank, as ``tracing.TraceRecorder.part`` makes it
 Slice = dict[str, Any]
 _Process = tuple[int, str, int]  # its number, which several may have, its host and pid
@@ -25,6 +29,40 @@ DIRECTORY: Final = "ASYNCCOMM_TRACE_DIR"  # the variable with the folder for the
 PART: Final = "asynccommPart"  # the key of a single part in its file, so that files can be merged
 LANES: Final = 1000  # rows of a comm
 EDGE: Final = 0.001  # microseconds by which an arrow ends inside of its slice
+
+
+class _Op(msgspec.Struct):
+    op: str
+    kind: str
+    p2p: bool
+    seq: int
+    bytes: int
+    site: str
+    started: float
+    finished: float | None
+    error: str
+
+
+class _Part(msgspec.Struct):
+    """The fields of a part in a file."""
+
+    comm: str
+    key: str
+    rank: int
+    process: int
+    host: str
+    pid: int
+    offset: float
+    uncertainty: float | None
+    ops: list[_Op]
+    batches: list[tuple[float, float, int]]
+    waits: list[tuple[float, float]]
+    lags: list[tuple[float, float]]
+    dropped: int
+
+
+class _PartFile(msgspec.Struct):
+    part: _Part = msgspec.field(name=PART)
 
 
 def merged(parts: Sequence[Part]) -> dict[str, Any]:
@@ -179,7 +217,9 @@ def write_trace(path: Path, parts: Sequence[Part]) -> None:
 def read_part(path: Path) -> Part:
     """The part in a file that ``write_trace`` wrote for one rank. Raises: OSError, ValueError naming the file."""
     try:
-        part: Part = json.loads(path.read_text())[PART]
-    except (ValueError, KeyError, TypeError) as exc:
-        raise ValueError(f"{path} is no trace of a single rank") from exc
+        file = json.loads(path.read_text())
+        decode(_PartFile, file)
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"{path} is no trace of a single rank: {exc}") from exc
+    part: Part = file[PART]
     return part

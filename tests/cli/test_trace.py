@@ -47,3 +47,17 @@ def test_a_folder_without_dumps_is_refused(tmp_path: Path, capsys: pytest.Captur
         main(["trace", "analyze", str(tmp_path)])
     assert exited.value.code == 2
     assert "there is no dump of a rank" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "rank_1").write_bytes(pickle.dumps({"pg_config": {"main": {}}, "entries": []}))
+    (tmp_path / "part.json").write_text('{"asynccommPart": {"rank": 0}}')
+    for arguments, error in [
+        (["analyze", str(tmp_path)], "rank_1 is no dump of a flight recorder: "),
+        (["merge", str(tmp_path / "part.json"), "--out", "x.json"], "part.json is no trace of a single rank: "),
+    ]:
+        with pytest.raises(SystemExit) as exited:
+            main(["trace", *arguments])
+        assert exited.value.code == 2
+        assert error in capsys.readouterr().err.splitlines()[-1]

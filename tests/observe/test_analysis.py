@@ -133,13 +133,34 @@ class Evil:
         return print, ("code ran",)
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 100, pickle.dumps([1]), pickle.dumps(Evil())])
+DAMAGED: list[Any] = [
+    [1],
+    {"entries": []},
+    {"pg_config": ["main"], "entries": 5},
+    {"pg_config": {"main": {}}, "entries": []},
+    {"pg_config": {"main": {"ranks": "x"}}, "entries": []},
+    {"pg_config": {"main": {"ranks": "[null]"}}, "entries": []},
+    {"pg_config": {}, "entries": [{}]},
+    {"pg_config": {}, "entries": [{**entry(0), "process_group": ()}]},
+    {"pg_config": {}, "entries": [{**entry(0), "frames": ["x.py"]}]},
+]
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, pickle.dumps(Evil()), *map(pickle.dumps, DAMAGED)])
 def test_a_file_that_is_no_dump_is_refused(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rank_0"
     path.write_bytes(content)
     with pytest.raises(DumpError, match="rank_0 is no dump of a flight recorder"):
         load_dump(path)
     assert not capsys.readouterr().out
+
+
+def test_a_frame_without_a_line_is_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0"
+    path.write_bytes(pickle.dumps(dump({**entry(0), "state": "started", "frames": [{"name": "f"}]})))
+    (found,) = analyze({0: load_dump(path)})
+    assert found.suspect is not None
+    assert found.suspect.calls[0].endswith("started")
 
 
 def test_files_are_found_by_the_rank_at_the_end_of_their_names(tmp_path: Path) -> None:

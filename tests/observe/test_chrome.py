@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asynccomm.observe.chrome import merged, read_part, write_trace
+from asynccomm.observe.chrome import PART, merged, read_part, write_trace
 
 PHASES = {
     "X": {"name", "cat", "ts", "dur", "pid", "tid", "args"},
@@ -184,6 +184,16 @@ def test_a_part_in_a_file_can_be_merged_and_a_merged_trace_cannot(tmp_path: Path
     check_format(json.loads(whole.read_text()))
     with pytest.raises(ValueError, match=r"whole\.json is no trace of a single rank"):
         read_part(whole)
+
+
+def test_a_damaged_part_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.json"
+    whole = part(0, op(0, 1.0, 2.0))
+    damaged = [{**whole, "ops": [{}]}, {**whole, "host": 1}, {**whole, "lags": [[1.0]]}, {"rank": 0}, [], None]
+    for text in ["[" * 100_000, "[]", "x", *(json.dumps({PART: each}) for each in damaged)]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"rank0\.json is no trace of a single rank: ."):
+            read_part(path)
 
 
 def test_a_folder_is_no_place_for_a_trace(tmp_path: Path) -> None:
