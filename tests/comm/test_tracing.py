@@ -108,10 +108,16 @@ async def test_a_trace_that_was_cancelled_at_its_begin_is_over(tmp_path: Path) -
         assert recorder._timer is None
 
 
-async def test_a_folder_is_refused_at_the_call(tmp_path: Path) -> None:
+async def test_no_path_of_a_file_is_refused_at_the_call(tmp_path: Path) -> None:
     async with loopback_world(1) as (comm,):
         with pytest.raises(ValueError, match=f"path must be a file, and '{tmp_path}' is a folder"):
             comm.trace(tmp_path)
+        with pytest.raises(ValueError, match=r"^path must be a file, got ''$"):
+            comm.trace("")
+        path: Any
+        for path in (3, None, b"out.json"):
+            with pytest.raises(TypeError, match=rf"^path must be a str or an os.PathLike\[str\], got {path!r}$"):
+                comm.trace(path)
 
 
 async def test_waits_for_room_are_in_the_trace(tmp_path: Path) -> None:

@@ -54,11 +54,18 @@ class Observation(CommBase):
         the body raises or the comm has broken, each rank writes its own to ``out.rank3.json``, and ``asynccomm trace
         merge`` merges these. With ``with``, each rank always writes its own, and no rank waits.
 
-        Raises: ValueError: ``path`` is a folder; OSError on leaving, if the file cannot be written.
+        Raises: TypeError: ``path`` is no path; ValueError: ``path`` is empty or a folder; OSError on leaving, if the
+        file cannot be written.
         """
-        if Path(path).is_dir():
+        try:
+            file = Path(path)
+        except TypeError:
+            raise TypeError(f"path must be a str or an os.PathLike[str], got {path!r}") from None
+        if path == "":  # for pathlib, the current folder
+            raise ValueError("path must be a file, got ''")
+        if file.is_dir():
             raise ValueError(f"path must be a file, and {os.fspath(path)!r} is a folder")
-        return TraceScope(self._session, Path(path), self._gather_part)
+        return TraceScope(self._session, file, self._gather_part)
 
     def _gather_part(self, part: object, root: int) -> Work[Any]:
         gather: Any = self
