@@ -49,19 +49,19 @@ class GradientBucket(Handle):
         "_absent",
         "_flags",
         "_memory",
-        "_sent_version",
         "_shown",
+        "_version",
         "_views",
         "_wire",
         "comm",
         "flags_work",
         "gradients",
         "index",
-        "missing",
         "names",
         "parameters",
         "pending",
         "tensor",
+        "there",
     )
 
     def __init__(
@@ -89,12 +89,12 @@ class GradientBucket(Handle):
             for views, memory in ((self.gradients, self._memory), (self._views, self._shown)):
                 views.append(memory.as_strided(layout.shape, layout.strides, offset))
             offset += layout.room
-        self.missing = len(layouts)  #: gradients that the step still waits for
+        self.there: set[int] = set()  #: slots with their gradient of the step's last backward
         self.pending: Awaitable[Any] | None = None  #: gives the reduced gradients; None before the bucket is sent
         self.flags_work: Work[Tensor] | None = None  #: of the flags, where they travel alone
         self._wire: Tensor | None = None
         self._absent: list[int] = []
-        self._sent_version = 0  # of the parameters' gradients
+        self._version = 0  # of the parameters' gradients, which the program may not change in place
 
     def put(self, slot: int) -> None:
         """Have the gradient of parameter ``slot`` in the bucket. Raises: RuntimeError if it does not fit."""
@@ -123,23 +123,53 @@ class GradientBucket(Handle):
         view.copy_(gradient)
         parameter.grad = view
 
+    @property
+    def full(self) -> bool:
+        return len(self.there) == len(self.parameters)
+
+    def arrive(self, slot: int) -> None:
+        """Have the complete gradient of parameter ``slot`` in the bucket. Raises: as ``put``."""
+        self.put(slot)
+        self.watch()
+        self.there.add(slot)
+
     def seal(self) -> None:
-        """Complete the contribution: zeros for parameters without a gradient, and the flags."""
+        """Complete the contribution: zeros for parameters without a gradient, and the flags.
+
+        Raises: RuntimeError if the program has changed or removed a gradient since backward.
+        """
+        if self.there:
+            self._check_unchanged()
         self._flags.fill_(1)
         self._absent = []
-        if not self.missing:
+        if self.full:
             return
         for slot, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self.put(slot)
                 continue
+            if slot in self.there:
+                raise self._replaced(slot)
             self.gradients[slot].zero_()
             self._flags[slot] = 0
             self._absent.append(slot)
 
     def watch(self) -> None:
-        """Note the state of the gradients, which the program may not change from now until ``settle``."""
-        self._sent_version = self._shown._version
+        """Note the state of the gradients, which backward alone may change from now until ``settle``."""
+        self._version = self._shown._version
+
+    def _check_unchanged(self) -> None:
+        if self._shown._version != self._version:
+            raise RuntimeError(
+                f"gradients were changed in place between backward and the end of finish(), by clipping for example, "
+                f"in the bucket of parameters {self.names[0]!r} to {self.names[-1]!r}; change them after finish()"
+            )
+
+    def _replaced(self, slot: int) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of parameter {self.names[slot]!r} was replaced between backward and the end of "
+            f"finish(), by zero_grad() for example; it is the ranks' result only after finish()"
+        )
 
     def send(self, op: ReduceOp, dtype: torch.dtype | None) -> None:
         """Reduce gradients and flags in one operation; ``dtype``: of the elements on their way, None: their own."""
@@ -185,21 +215,14 @@ class GradientBucket(Handle):
         absent = set(self._absent)
         for slot, parameter in enumerate(self.parameters):
             if slot not in absent and parameter.grad is not self._views[slot]:
-                raise RuntimeError(
-                    f"the gradient of parameter {self.names[slot]!r} was replaced between backward and the end of "
-                    f"finish(), by zero_grad() for example; it is the ranks' result only after finish()"
-                )
-        if self._shown._version != self._sent_version:
-            raise RuntimeError(
-                f"gradients were changed in place between backward and the end of finish(), by clipping for example, "
-                f"in the bucket of parameters {self.names[0]!r} to {self.names[-1]!r}; change them after finish()"
-            )
+                raise self._replaced(slot)
+        self._check_unchanged()
         if absent:
             flags = self._flags.cpu()
             for slot in self._absent:
                 if flags[slot] != 0:
                     self.parameters[slot].grad = self._views[slot]
-        self.missing = len(self.parameters)
+        self.there.clear()
         self.pending = self.flags_work = None
 
     def discard(self) -> None:

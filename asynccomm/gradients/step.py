@@ -39,7 +39,6 @@ class GradientStep:
         self._buckets = buckets
         self._op = op
         self._compress = compress
-        self._ready: set[int] = set()  # parameters with their gradient in the bucket
         self._sent = 0  # buckets
         self._received = 0  # buckets
         self.recorded: list[int] = []  #: parameters in the order of their gradients
@@ -61,13 +60,14 @@ class GradientStep:
             return  # finish() raises it
         bucket, slot = self._buckets.places[number]
         try:
-            if number in self._ready or bucket.pending is not None:
+            if slot in bucket.there or bucket.pending is not None:
                 raise RuntimeError(
                     f"parameter {bucket.names[slot]!r} got another gradient while gradients of the last backward are "
                     f"on their way to the other ranks: call finish() after backward, and use `with "
                     f"reducer.no_sync():` for all backward passes of a step but the last"
                 )
             if not sync:
+                bucket.watch()
                 return
             if not self.running:
                 self._enter()
@@ -75,11 +75,9 @@ class GradientStep:
                 # autograd calls it at the end of the backward pass, and not if the pass raises
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._backward_ended)
-            bucket.put(slot)
-            self._ready.add(number)
+            bucket.arrive(slot)
             self.recorded.append(number)
-            bucket.missing -= 1
-            while self._sent < len(self._buckets.all) and not self._buckets.all[self._sent].missing:
+            while self._sent < len(self._buckets.all) and self._buckets.all[self._sent].full:
                 self._send_next()
         except AsyncCommError as exc:
             self.error = exc  # for finish() to raise: backward goes on

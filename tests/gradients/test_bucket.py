@@ -57,9 +57,8 @@ async def test_a_parameter_without_gradient_counts_as_zeros(dtype: torch.dtype, 
         def send(*grads: float | None) -> None:
             for slot, (each, grad) in enumerate(zip(parameters, grads, strict=True)):
                 each.grad = None if grad is None else torch.full_like(each, grad)
-                bucket.missing -= grad is not None
                 if grad is not None:
-                    bucket.put(slot)
+                    bucket.arrive(slot)
             bucket.seal()
             bucket.send(op, None)
             bucket.watch()
@@ -106,8 +105,7 @@ async def test_a_gradient_that_is_changed_on_its_way_is_noticed(change: Callable
     async def program(comm: Comm) -> None:
         weight = parameter(2, grad=1.0)
         bucket = bucket_of(comm, weight, parameter(2))
-        bucket.missing = 1
-        bucket.put(0)
+        bucket.arrive(0)
         bucket.seal()
         bucket.send(ReduceOp.AVG, torch.bfloat16)
         bucket.watch()
@@ -115,6 +113,27 @@ async def test_a_gradient_that_is_changed_on_its_way_is_noticed(change: Callable
         await bucket.receive()
         with pytest.raises(RuntimeError, match=r"changed in place .* in the bucket of parameters 'p0' to 'p1'; change"):
             bucket.settle()
+
+    await on_ranks(1, program)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda each: setattr(each, "grad", None), r"the gradient of parameter 'p0' was replaced between backward"),
+        (lambda each: each.grad.zero_(), r"gradients were changed in place between backward and the end of finish"),
+    ],
+)
+async def test_a_gradient_that_is_changed_before_its_bucket_is_sent_is_noticed(
+    change: Callable[[nn.Parameter], object], text: str
+) -> None:
+    async def program(comm: Comm) -> None:
+        weight = parameter(2, grad=1.0)
+        bucket = bucket_of(comm, weight, parameter(2))  # not full, so it is sent by finish()
+        bucket.arrive(0)
+        change(weight)
+        with pytest.raises(RuntimeError, match=text):
+            bucket.seal()
 
     await on_ranks(1, program)
 

@@ -422,6 +422,22 @@ async def test_finish_without_backward() -> None:
     await with_reducer(body)
 
 
+async def test_backward_of_other_parameters_before_finish() -> None:
+    async def body(model: nn.Sequential, reducer: GradientReducer) -> None:
+        for context in (contextlib.nullcontext, reducer.no_sync):
+            model.zero_grad()
+            loss_of(model[0]).backward()
+            with context():
+                loss_of(model[1]).backward()
+            await reducer.finish()
+            assert [each.grad is None or each.grad.tolist() for each in model.parameters()] == [
+                [[3, 3]] * 2,
+                [3, 3],
+            ] * 2
+
+    await with_reducer(body)
+
+
 async def test_a_second_backward() -> None:
     async def body(model: nn.Sequential, reducer: GradientReducer) -> None:
         for context in (contextlib.nullcontext, reducer.no_sync):
