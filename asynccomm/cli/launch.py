@@ -15,7 +15,8 @@ An elastic run goes on after a rank has failed, as long as ``min_ranks`` are lef
 lost rank, as often as ``restarts`` allows; its environment says so.
 
 The run leaves no process of its ranks' process groups behind: the launcher kills these groups. The launcher has one
-thread, does not import torch, and waits only in its event loop, so every signal is handled promptly.
+thread, beside those that resolve names, does not import torch, and waits only in its event loop, so every signal is
+handled promptly.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _pass_on(source: IO[bytes], sink: TextIO | None) -> None:
     with source:
         for line in source:
             if sink is not None:  # None: a process without a console, where print() writes nothing either
-                with suppress(OSError, ValueError):  # a sink that has closed costs its output, not the run
+                with suppress(Exception):  # a sink that has closed, or raises anything, costs its output, not the run
                     _write(sink, line.decode(errors="replace"))
 
 

@@ -74,8 +74,10 @@ class Preemption:
 
     def _release(self) -> None:
         if hasattr(self._forking, "before"):
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.before)
-            del self._forking.before
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.before)
+            finally:
+                del self._forking.before
 
     def _release_child(self) -> None:
         handler, self._handler = self._handler, None

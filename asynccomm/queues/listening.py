@@ -14,6 +14,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
 from asynccomm.backends.shm.fd_socket import Datagram, FdSocket
@@ -150,7 +151,7 @@ class QueueListener:
         self._local.log_refusals()
         self._remote.log_refusals()
         _listening.discard(self)
-        self._admit = _admit_none  # the other one leads to the rings of the queue
+        self._admit = partial(_admit_none, self.tokens.answer)  # the other one leads to the rings of the queue
 
     def close_in_child(self) -> None:
         for sock in (self._socket, *(self._tcp.sockets if self._tcp is not None else ())):
@@ -158,8 +159,8 @@ class QueueListener:
                 close_inherited(sock.fileno())
 
 
-def _admit_none(hello: QueueHello, remote: bool) -> Admitted:
-    return Admitted(QueueWelcome("", refused="the queue is closed"))
+def _admit_none(token: str, hello: QueueHello, remote: bool) -> Admitted:
+    return Admitted(QueueWelcome(token, refused="the queue is closed"))
 
 
 def _close_local(line: FdSocket, reason: str) -> None:

@@ -30,7 +30,7 @@ class QueueStatistics:
     role: str  #: "writer" or "reader"
     items: int  #: items that this end has put; 0 for a reader
     dropped: int  #: items that were overwritten before this end read them
-    #: bytes that are not read, by the reader or the writer; ends of one process have numbers
+    #: bytes that are not read, by the reader or the writer; ends of one process have numbers; none at a closed reader
     behind: dict[str, int] = field(default_factory=dict)
 
 

@@ -195,7 +195,8 @@ class ReadingEnd:
 
     @property
     def dropped(self) -> int:
-        return self._dropped + sum(source.dropped for source in self.sources)
+        with self._lock:  # another thread moves the counts of sources that end
+            return self._dropped + sum(source.dropped for source in self.sources)
 
     def behind(self) -> dict[str, int]:
         """Bytes of each writer that are not read."""

@@ -109,9 +109,10 @@ class Waiters:
 
     def _abandon(self) -> None:
         """From any thread."""
-        if self._abandoned is not None:
+        abandoned = self._abandoned  # which ``release`` may set to None meanwhile
+        if abandoned is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._abandoned)
+                self.loop.call_soon_threadsafe(abandoned)
 
 
 def _again() -> bool:

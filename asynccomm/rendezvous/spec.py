@@ -117,7 +117,8 @@ def resolve_spec(
         raise TypeError(f"store must be a Store, a torch.distributed.Store or an URL, got {store!r}")
     text = "env://" if store is None else store
     try:
-        url = urlsplit(text, allow_fragments=not text.startswith("file:"))  # a path may contain "#"
+        is_file = text.strip().lower().startswith("file:")
+        url = urlsplit(text, allow_fragments=not is_file)  # a path may contain "#"
         parsed = parse_qs(url.query, keep_blank_values=True) if url.query else {}
     except ValueError as exc:
         raise ValueError(f"store {store!r} is no valid URL: {exc}") from None
@@ -223,8 +224,8 @@ def _file_store(path: str, size: int) -> dist.FileStore:
         raise RendezvousError(f"cannot use the file {path}: it is not a regular file")
     try:
         return dist.FileStore(path, size)
-    except RuntimeError as exc:
-        raise RendezvousError(f"cannot use the file {path}: {exc}") from exc
+    except (RuntimeError, TypeError) as exc:  # TypeError: torch takes names in UTF-8 only
+        raise RendezvousError(f"cannot use the file {path!r}: {exc}") from exc
 
 
 def _host(place: RendezvousSpec) -> StoreServer:

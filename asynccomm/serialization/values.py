@@ -316,8 +316,11 @@ def _rebuild_depth_first(nodes: Sequence[Any], root: int, rest: Sequence[object]
     for number in order:
         node = nodes[number]
         if number not in made:
-            of_nodes = _OF_NODES.get(_kind(node))
-            made[number] = _leaf(node, rest) if of_nodes is None else of_nodes(made, *node[1:])
+            for each in _unmade(nodes, made, number):
+                of_nodes = _OF_NODES.get(_kind(nodes[each]))
+                made[each] = _leaf(nodes[each], rest) if of_nodes is None else of_nodes(made, *nodes[each][1:])
+        elif _kind(node) not in _EMPTY:
+            continue  # made already, for an object that it holds in turn, through a container
         elif made.keys() >= set(_numbers_in(node)):
             _fill(made[number], made, *node[1:])
         else:
@@ -352,6 +355,17 @@ def _depth_first(nodes: Sequence[Any], root: int) -> tuple[list[int], bool]:
         elif number not in ended:
             cyclic = True
     return list(ended), cyclic
+
+
+def _unmade(nodes: Sequence[Any], made: _Made, number: int) -> list[int]:
+    """The number, and those of the nodes that must be made before, in the order in which to make them."""
+    found, stack = {number}, [number]
+    while stack:
+        for each in _numbers_in(nodes[stack.pop()]):
+            if each not in made and each not in found:
+                found.add(each)
+                stack.append(each)
+    return sorted(found)  # the items of all but containers, which are made already, have lower numbers
 
 
 def _numbers_in(node: Any) -> Iterable[int]:

@@ -120,6 +120,19 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def open_streams() -> list[tuple[int, int] | None]:
+    """The files behind the descriptors 0 to 2; None: closed."""
+    found: list[tuple[int, int] | None] = []
+    for descriptor in range(3):
+        try:
+            there = os.fstat(descriptor)
+        except OSError:
+            found.append(None)
+        else:
+            found.append((there.st_dev, there.st_ino))
+    return found
+
+
 def left_behind() -> str | None:
     """The state that no part of this process can set back; None: there is none."""
     if dist.is_available() and dist.is_initialized():

@@ -38,7 +38,7 @@ from asynccomm.errors import AbortedError
 from asynccomm.testing import steps
 from asynccomm.testing.calls import CallWatch
 from asynccomm.testing.debugging import RankDebugger
-from asynccomm.testing.isolation import ImportedFiles, ProcessState, enter, left_behind, seed_all
+from asynccomm.testing.isolation import ImportedFiles, ProcessState, enter, left_behind, open_streams, seed_all
 from asynccomm.testing.measuring import RankCoverage
 from asynccomm.testing.project import ProjectModules
 from asynccomm.testing.protocol import (
@@ -79,6 +79,7 @@ class Worker:
         files = ImportedFiles()  # before pytest imports conftest.py files
         self._modules = ProjectModules(self._set_up(setup), files)
         self._loaded: set[Path] = set()  # files of tests
+        self._streams = open_streams()
         self._not_restored = 0  # number of jobs after which the state of the process could not be set back
         self._debugger = RankDebugger(self._send)
         self._own_variables = {name: os.environ[name] for name in OWN_VARIABLES if name in os.environ}
@@ -114,7 +115,8 @@ class Worker:
             reply = self._prepare(job) if isinstance(job, Preparation) else self._run(job)
             self._coverage.save()
             for stream in sys.stdout, sys.stderr:
-                with contextlib.suppress(OSError, ValueError):  # the test has closed the stream or its descriptor
+                # the test has closed the stream or its descriptor, or the rank has no such stream
+                with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
             self._send(reply)
 
@@ -154,8 +156,10 @@ class Worker:
     def _prepare(self, job: Preparation) -> str | Stale:
         """Import the test's file, unless that must be left to a new process."""
         path = Path(job.path)
-        reason = "the state before an earlier test could not be set back" if self._not_restored else None
-        reason = reason or left_behind() or self._modules.stale(path, job.surroundings.sys_path or sys.path)
+        reason = "the state before an earlier test could not be set back" if self._not_restored else left_behind()
+        if reason is None and open_streams() != self._streams:
+            reason = "a test has closed or replaced one of the descriptors 0 to 2"
+        reason = reason or self._modules.stale(path, job.surroundings.sys_path or sys.path)
         if reason is not None:
             return Stale(reason)
         if path not in self._loaded:

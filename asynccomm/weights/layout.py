@@ -97,7 +97,7 @@ class Overlap(Message, frozen=True):
 
     first: str  #: the earliest tensor of the group: of those that overlap, each at least one other
     start: int  #: bytes from the first element of that tensor
-    strides: tuple[int, ...]  #: in elements
+    strides: tuple[int, ...]  #: in elements; 0 for dimensions of size 1
     conjugated: bool = False  #: lazily
     negated: bool = False  #: lazily
 
@@ -204,11 +204,17 @@ def _note_overlaps(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
     if disjoint((), list(memory.values())):
         return
     groups = {name: {name} for name in memory}
+    answers: dict[object, bool] = {}  # of ``overlap``, which columns of one matrix ask with few different arguments
     near: list[tuple[MemoryRegion, str]] = []  # the tensors that reach into the memory of the next one
     for name, here in sorted(memory.items(), key=lambda item: item[1]):
         near = [(there, other) for there, other in near if there[1] > here[0]]
         for there, other in near:
-            if groups[name] is not groups[other] and overlap(here, there):
+            if groups[name] is groups[other]:
+                continue
+            case = there[0] - here[0], there[1] - here[0], there[2], here[1] - here[0], here[2]
+            if (shared := answers.get(case)) is None:
+                shared = answers[case] = overlap(here, there)
+            if shared:
                 smaller, larger = sorted((groups[name], groups[other]), key=len)
                 larger |= smaller
                 groups.update(dict.fromkeys(smaller, larger))
@@ -219,7 +225,8 @@ def _note_overlaps(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
         if len(group) > 1:
             first, tensor = leaders.setdefault(id(group), name), tensors[name]
             start = tensor.data_ptr() - tensors[first].data_ptr()
-            place = Overlap(first, start, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            strides = tuple(stride if n > 1 else 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            place = Overlap(first, start, strides, tensor.is_conj(), tensor.is_neg())
             layout[name] = msgspec.structs.replace(part, overlap=place)
 
 

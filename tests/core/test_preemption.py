@@ -45,4 +45,6 @@ def test_the_exception_of_a_handler_leaves_sigterm_allowed_after_the_next_fork(
                 step()
             except KeyboardInterrupt:
                 assert interrupts
+        if raising == signal.SIG_SETMASK:
+            assert not hasattr(watch._forking, "before"), "the program may have changed its mask before the next fork"
     assert change(signal.SIG_BLOCK, []) == before

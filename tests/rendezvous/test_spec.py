@@ -64,6 +64,7 @@ def test_urls_with_addresses() -> None:
     assert resolve_spec("tcp://[::1]:1", 1, 2, {}).host == "::1"
     assert resolve_spec("tcp://head:1", None, None, ENV).rank == 1
     assert resolve_spec("file:///a/b?world_size=2", 1, None, {}) == RendezvousSpec(1, 2, SCOPE, path="/a/b")
+    assert resolve_spec(" FILE:///a/b#1", 0, 2, {}).path == "/a/b#1"
     assert resolve_spec("file:///a/b#1?rank=0", None, 2, {}) == RendezvousSpec(0, 2, SCOPE, path="/a/b#1")
 
 

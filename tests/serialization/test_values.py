@@ -9,6 +9,7 @@ import json
 import pickle
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable
 from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from fractions import Fraction
@@ -118,6 +119,18 @@ class FirstKey:
 
     def __hash__(self) -> int:
         return hash(self.items[0])
+
+
+@register_safe
+@dataclasses.dataclass(eq=False)
+class Parent:
+    children: Any = None
+
+
+@register_safe
+@dataclasses.dataclass(eq=False)
+class Child:
+    parent: Parent
 
 
 @register_safe
@@ -244,6 +257,16 @@ def test_keys_in_cycles() -> None:
         assert again.items is back
         assert back[1][again] == 1
         assert again in back[1]
+
+
+@pytest.mark.parametrize("kind", [set, dict.fromkeys])
+def test_members_that_lead_back_to_the_object_that_has_them(kind: Callable[[Any], Any]) -> None:
+    parent = Parent()
+    parent.children = kind([Child(parent), Child(parent)])
+    for obj in (parent, next(iter(parent.children)), [parent.children]):
+        back = through([obj, parent])[1]
+        assert len(back.children) == 2
+        assert all(child.parent is back and child in back.children for child in back.children)
 
 
 def test_a_key_that_depends_on_its_own_set_is_refused() -> None:

@@ -81,6 +81,9 @@ TESTS = """
     async def closes_stdout():
         sys.stdout.close()
 
+    async def closes_a_descriptor():
+        os.close(2)
+
     async def makes_a_mess():
         import torch.distributed as dist
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -192,6 +195,8 @@ def test_stale_processes_say_so(worker: Process) -> None:
     assert worker.prepare() == Stale(f"{worker.path} has changed since it was imported")
     os.utime(worker.path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert worker.prepare() == "ready"
+    assert isinstance(worker.run("closes_a_descriptor"), Passed)
+    assert worker.prepare() == Stale("a test has closed or replaced one of the descriptors 0 to 2")
     assert isinstance(worker.run("closes_stdout"), Passed)
     assert worker.prepare() == Stale("sys.stdout is closed")
     assert worker.run("makes_a_mess") == Skipped("no need")

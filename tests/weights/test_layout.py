@@ -74,6 +74,9 @@ def test_tensors_that_share_memory_in_part() -> None:
     assert loads(dict[str, Slice], dumps(layout)) == layout
     square = torch.zeros(2, 2)
     turned = read({"a": square, "b": square.t(), "c": square.to(torch.cfloat), "d": torch.zeros(4)}).layout
+    unit = read({"a": flat, "b": flat.view(1, 6)[:, ::3], "c": flat.view(1, 1, 6)[..., 1:]}).layout
+    assert unit["b"].overlap == Overlap("a", 0, (0, 3))
+    assert unit["c"].overlap == Overlap("a", 4, (0, 0, 1))
     assert [turned[name].overlap for name in "abcd"] == [Overlap("a", 0, (2, 1)), Overlap("a", 0, (1, 2)), None, None]
 
 

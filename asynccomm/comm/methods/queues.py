@@ -144,7 +144,7 @@ class Queues(CommBase):
                     self._session.spawn(self._give_up(meeting, reason, unless_made.pop_all()))
                     raise
                 unless_made.pop_all()
-            self._session.spawn(meeting.leave())
+            self._session.spawn(self._leave_meeting(meeting))
             self._session.dependents.add(queue)
             return queue
 
@@ -202,8 +202,12 @@ class Queues(CommBase):
         with end:
             if isinstance(self._session.error, BrokenError):
                 await asyncio.sleep(CAUSE_SECONDS)  # for the other ranks to get that error by their comms
-            publishing = detach(asyncio.ensure_future(meeting.leave(reason)))
-            await asyncio.wait([publishing], timeout=STORE_SECONDS)
+            await self._leave_meeting(meeting, reason)
+
+    async def _leave_meeting(self, meeting: QueueMeeting, reason: str | None = None) -> None:
+        """Leave it; closing the comm waits for this, but only for a short time if the store does not answer."""
+        leaving = detach(asyncio.ensure_future(meeting.leave(reason)))
+        await asyncio.wait([leaving], timeout=STORE_SECONDS)
 
     async def _open(self, writes: bool, options: QueueOptions, members: Sequence[int]) -> tuple[QueueHost, QueueHandle]:
         """Raises: BackendError."""

@@ -288,6 +288,20 @@ async def test_a_comm_closes_after_the_keys_of_its_queues_are_deleted(monkeypatc
         await closing
 
 
+async def test_a_comm_closes_also_if_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynccomm.comm.methods.queues.STORE_SECONDS", 0.01)
+    answers = asyncio.Event()
+
+    async def wait(*_: object) -> None:
+        await answers.wait()
+
+    monkeypatch.setattr(QueueMeeting, "leave", wait)
+    async with loopback_world(2) as comms:
+        for queue in await both(comms):
+            await queue.aclose()
+    answers.set()
+
+
 async def put_until_it_fails(queue: MessageQueue) -> None:
     while True:
         await queue.put(bytes(1 << 20))
