@@ -252,8 +252,8 @@ class Endpoint:
             self._end(link, OSError(error, os.strerror(error)))
             return None
         link.put(_HELLO.pack(contact.token, self._rank, MESSAGES))
-        self.flush(link)  # a connection within the host is there already
-        return link
+        self.flush(link)  # a connection within the host is there already, or was refused
+        return link if self._links.get(link.fd) is link else None
 
     def _watch(self, link: MessageLink) -> None:
         """Register ``link`` for the events that it waits for."""

@@ -198,8 +198,8 @@ def test_a_rank_that_does_not_listen_is_gone(ranks: list[Rank]) -> None:
     lonely = Rank(0)
     lonely.start([lonely.endpoint.contact, Contact("127.0.0.1", port, bytes(16))])
     with lonely.endpoint.lock:
-        lonely.endpoint.link_to(1)
-    soon(lambda: lonely.gone == [1])
+        assert lonely.endpoint.link_to(1) is None, "no message can wait for it"
+        assert lonely.gone == [1]
     lonely.endpoint.close()
     lonely.endpoint.join(5)
 
@@ -216,15 +216,15 @@ def test_a_link_that_has_ended_leaves_its_descriptor_to_the_next(monkeypatch: py
             raise ConnectionResetError(104, "Connection reset by peer")
         write(link)
 
-    monkeypatch.setattr(MessageLink, "write", failing)
     with one.endpoint.lock:
         other.send(0, 1)  # waits to be accepted
         ended = one.endpoint.link_to(2)
         assert ended is not None
+        monkeypatch.setattr(MessageLink, "write", failing)
         ended.put(b"queued")
-        assert one.gone == [2]
-        for use in (one.endpoint.flush, lambda link: one.endpoint.send(link, b"more")):
+        for use in (one.endpoint.flush, one.endpoint.flush, lambda link: one.endpoint.send(link, b"more")):
             use(ended)
+            assert one.gone == [2]
     other.send(0, 2)
     soon(lambda: one.headers == [(1, 1), (1, 2)])
     assert one.gone == [2]
