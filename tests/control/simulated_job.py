@@ -33,6 +33,7 @@ class Process:
         self.alive = True
         self.frozen = False
         self.left = False
+        self.detached = False  # the rank that relayed to it is lost
         self.calls = 0
         self.knows_lost: set[ParticipantId] = set()
         self.coordinator: Coordinator | None = None
@@ -55,7 +56,7 @@ class Process:
         if boss != self.boss:
             if self.boss >= 0:
                 self.job.seen["unread"] += bool(self.down[self.boss])
-            self.boss = boss
+            self.boss, self.detached = boss, False
             self.up.setdefault(boss, deque()).clear()
             self.down.setdefault(boss, deque()).clear()
             if boss == self.who:
@@ -126,7 +127,10 @@ class Job:
             for boss, queue in p.up.items():
                 chief = self.everybody[boss]
                 may_arrive = p.alive or p.who not in chief.knows_lost  # what the dead have sent may arrive or not
-                if queue and boss == p.boss and chief.acts and chief.coordinator is not None and may_arrive:
+                hears = chief.acts and chief.coordinator is not None
+                if p.detached and p.acts and boss == p.boss and hears:
+                    found.append(lambda p=p: self.reattaches(p))
+                elif queue and boss == p.boss and hears and may_arrive:
                     found.append(lambda p=p: self.carry_up(p))
             if not p.acts:
                 continue
@@ -155,7 +159,7 @@ class Job:
         for who, order in coordinator.advance(self.now):
             self.check_order(chief, order)
             p = self.everybody[who]
-            if p.boss == chief.who:
+            if p.boss == chief.who and not p.detached:
                 p.down[p.boss].append(dumps(order))
 
     def carry_down(self, p: Process) -> None:
@@ -240,6 +244,20 @@ class Job:
                 assert not other.alive or other.left or other.comm == p.comm, f"{p.who} leaves before {who} knows"
         self.seen["exited"] += 1
         self.dies(p)
+
+    def detaches(self, p: Process) -> None:
+        """A rank that relayed to ``p`` is lost, with all that was under way."""
+        self.seen["detached"] += bool(p.down[p.boss] or p.up[p.boss])
+        p.detached = True
+        p.down[p.boss].clear()
+        p.up[p.boss].clear()
+
+    def reattaches(self, p: Process) -> None:
+        p.detached = False
+        chief = self.everybody[p.boss].coordinator
+        assert chief is not None
+        chief.reattached(p.who)
+        p.report()
 
     def is_silent(self, p: Process) -> None:
         for chief in self.everybody.values():

@@ -1,8 +1,9 @@
 """The ranks of a comm agree on the members that continue after a loss, and on the newcomers to admit.
 
 Each participant, a rank or a newcomer, has a :class:`Participant`. The coordinating process, the lowest rank of the job
-that is not lost, has a :class:`Coordinator`. Messages between two processes arrive in order, and none is lost unless
-one of the two processes dies. Each death is eventually reported to all, and no false death is reported.
+that is not lost, has a :class:`Coordinator`. Messages between two processes arrive in order. None is lost unless one of
+the two processes dies, or a process that relays them: then the participant connects anew, the coordinator is told
+(``reattached``), and the participant reports. Each death is eventually reported to all, and no false death is reported.
 
 1. A participant that asks *wants*, with a proposal. The coordinator *decides* (``Prepare``) once all proposed
    participants want or are gone (lost, or have left the comm), and leaves out participants that are late or known to be
@@ -156,6 +157,17 @@ class Coordinator:
         if who not in self._reports.gone:
             self._reports.silent.add(who)
 
+    def reattached(self, who: ParticipantId) -> bool:
+        """Message that ``who`` has a new connection: orders that were sent before are lost, unless it has read them.
+
+        Returns: whether there may have been orders, so that ``who`` must be polled.
+        """
+        self._reports.reattached(who)
+        if self._round is not None:
+            for sent in (self._round.asked, self._round.told, self._round.over):
+                sent.discard(who)
+        return who in self._reports
+
     def advance(self, now: float) -> list[Letter]:
         """The messages to send now, in this order."""
         out: list[Letter] = []
@@ -277,13 +289,14 @@ class Coordinator:
         for one in wants:
             if one not in proposed:
                 self._round.reasons[one] = f"{describe_participant(proposer)} does not propose it"
-        out += [(who, Prepare(decision)) for who in members]
+        self._ask_to_prepare(members, out)
         return True
 
     def _prepare(self, now: float, out: list[Letter]) -> bool:
         assert self._round is not None
         reports, decision = self._reports, self._round.decision
         waiting: list[ParticipantId] = []
+        unread: list[ParticipantId] = []  # members that wanted when they last reported
         why = ""
         for who in decision.members:
             report = reports.of(who)
@@ -295,6 +308,8 @@ class Coordinator:
                 why = report.why
             elif report.state is not ParticipantState.PREPARED:  # it still connects, or has not received the decision
                 waiting.append(who)
+                if report.state is ParticipantState.WANTS:
+                    unread.append(who)
                 if who in reports.silent:
                     why = f"{describe_participant(who)} does not answer"
         if waiting and now >= self._round.since + self._patience:
@@ -304,7 +319,15 @@ class Coordinator:
             return True
         if not waiting:
             self._round.committed, self._round.since = True, now
+        self._ask_to_prepare(unread, out)
         return not waiting
+
+    def _ask_to_prepare(self, members: Iterable[ParticipantId], out: list[Letter]) -> None:
+        assert self._round is not None
+        for who in members:
+            if who not in self._round.asked:
+                self._round.asked.add(who)
+                out.append((who, Prepare(self._round.decision)))
 
     def _settle(self, now: float, out: list[Letter]) -> None:
         """Send Commit to the members, Excluded to the other participants, and Finalized in the end."""
@@ -385,15 +408,17 @@ def _same(one: View | None, other: View | None) -> bool:
 class _Attempt:
     """A decision in progress."""
 
-    __slots__ = ("committed", "decision", "members", "over", "reasons", "since", "told")
+    __slots__ = ("asked", "committed", "decision", "members", "over", "reasons", "since", "told")
 
     def __init__(self, decision: View, since: float, committed: bool = False) -> None:
         self.decision = decision
         self.members = distinct(decision.listed)
         self.since = since  # time of the decision, or of its commit
         self.committed = committed
-        self.told: set[ParticipantId] = set()  # members that were sent Commit
-        self.over: set[ParticipantId] = set()  # members that were sent Finalized
+        # members that were sent each order over the connection that they have now
+        self.asked: set[ParticipantId] = set()  # Prepare
+        self.told: set[ParticipantId] = set()  # Commit
+        self.over: set[ParticipantId] = set()  # Finalized
         self.reasons: dict[ParticipantId, str] = {}  # why a participant is no member
 
     def is_for(self, who: ParticipantId, decision: View) -> bool:

@@ -137,6 +137,8 @@ class Participant:
                     raise MessageError(f"a decision for other participants: {describe_many(decision.members)}")
                 self._state, self._decision = ParticipantState.JOINS, decision
             case Commit(key):
+                if self.committed and self._holds(key):
+                    return None  # sent again over a new connection
                 if self._state is not ParticipantState.PREPARED or not self._holds(key):
                     raise MessageError(f"a commit of {key!r}, which is not prepared here")
                 self._state = ParticipantState.COMMITTED

@@ -80,7 +80,7 @@ class Reports:
         self._must_report: set[ParticipantId] = {*self.ranks, *newcomers} if successor else set()
         self._first_report: float | None = None  # time of the first report that is not None
         self._retry_deadlines: dict[ParticipantId, float] = {}  # participants ordered to retry, and their deadlines
-        self._withdrawn: set[tuple[ParticipantId, str]] = set()  # participants ordered to retry, and the decision
+        self._withdrawn: dict[ParticipantId, set[str]] = {}  # participants ordered to retry, and the decisions
         self._made: set[str] = set()  # keys of this coordinator's decisions
         self._seen: dict[str, View] = {}  # decisions in reports, each as one object: many ranks report it
         self._valid: Runs = self._listed  # the last proposal that was checked
@@ -104,7 +104,7 @@ class Reports:
             self.remove(who, "was left out")
             return None
         self.silent.discard(who)
-        if report is not None and report.decision is not None and (who, report.decision.key) in self._withdrawn:
+        if report is not None and report.decision is not None and report.decision.key in self._withdrawn.get(who, ()):
             return None  # sent before the participant read the order to drop the decision
         self._received[who] = ReceivedReport(report, now)
         if report is None or report.decision is None:
@@ -161,8 +161,12 @@ class Reports:
     def withdraw(self, who: ParticipantId, decision: View, now: float) -> None:
         """Drop the report of ``who``, which is ordered to drop ``decision`` and to ask again."""
         self.forget(who, now)
-        self._withdrawn.add((who, decision.key))
+        self._withdrawn.setdefault(who, set()).add(decision.key)
         self._retry_deadlines.setdefault(who, now + self._patience)
+
+    def reattached(self, who: ParticipantId) -> None:
+        """Take the next report of ``who`` as it is: it has read all orders that reach it."""
+        self._withdrawn.pop(who, None)
 
     # -- queries ------------------------------------------------------------------------------------------------------
 

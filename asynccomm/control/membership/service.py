@@ -309,9 +309,11 @@ class MembershipService:
             self._report(key)
 
     def on_presence(self, rank: int) -> None:
-        """At the root: poll ``rank``, which has just connected, unless this is the job's first root."""
-        for key in self._coordinators:
-            if self._router.rank != self._first_root:
+        """At the root: poll ``rank``, which has just connected, perhaps because a rank that relayed to it is lost."""
+        if rank == self._router.rank:
+            return
+        for key, coordinator in self._coordinators.items():
+            if coordinator.reattached(rank) or self._router.rank != self._first_root:
                 self._poll(key, [rank])
 
     def tick(self) -> None:

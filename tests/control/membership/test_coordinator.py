@@ -556,6 +556,7 @@ class Chaos:
         self.deaths = pick(range(n + shift))
         self.freezes, self.failures, self.leaves = pick(range(4)), pick([0, 0, 1, 5]), pick([0, 0, 1])
         self.ticks, self.exits, self.alarms = pick(range(5)), pick(range(3)), pick(range(3))
+        self.detachments = pick([0, 0, 1, 4])
 
     def run(self, steps: Sequence[int]) -> None:
         for step in steps:
@@ -585,6 +586,10 @@ class Chaos:
             if self.freezes and p.participant is not None:
                 found.append(lambda p=p: self.spend("freezes", lambda p: setattr(p, "frozen", True), p))
                 if p.participant.committed:
+                    found += [found[-1]] * 3
+            if self.detachments and isinstance(p.who, int) and p.who != p.boss and not p.detached:
+                found.append(lambda p=p: self.spend("detachments", job.detaches, p))
+                if p.down[p.boss]:
                     found += [found[-1]] * 3
             if p.participant is None or p.left:
                 continue
@@ -624,7 +629,8 @@ def test_any_order(data: st.DataObject, calm: bool, steps: list[int]) -> None:
 def test_no_rank_that_runs_is_ever_split_from_the_others() -> None:
     seen = sum((by_seed(seed, calm=True) for seed in range(amount(2000, 1000))), Counter[str]())
     # or it would show nothing
-    for what in ("coordinator died", "unread", "Retry", "Rejected", "Excluded", "Finalized", "exited", "failed"):
+    events = "coordinator died", "unread", "detached", "Retry", "Rejected", "Excluded", "Finalized", "exited", "failed"
+    for what in events:
         assert seen[what] > 20, what
 
 

@@ -132,6 +132,14 @@ def test_left_out_is_final(state: str) -> None:
         participant.ask(None)
 
 
+@pytest.mark.parametrize("order", [Prepare(K), Commit("k"), Retry("l", 1, "")])
+def test_orders_that_are_sent_again_over_a_new_connection_change_nothing(order: CoordinatorOrder) -> None:
+    participant = at("committed")
+    before = participant.report()
+    assert participant.on_order(order) is None
+    assert participant.report() == before
+
+
 @pytest.mark.parametrize(
     ("state", "order"),
     [

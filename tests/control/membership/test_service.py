@@ -133,10 +133,10 @@ class Rank:
 
 
 class Job:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, hosts: str | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.all = list(range(size))
-        topology = [RankAddress(rank, "host", 1, f"name {rank}") for rank in self.all]
+        topology = [RankAddress(rank, hosts[rank] if hosts else "host", 1, f"name {rank}") for rank in self.all]
         self.ranks = [Rank(self, rank, Topology(topology)) for rank in self.all]
         for rank in self.ranks:
             self.climb(rank)
@@ -378,6 +378,36 @@ async def test_the_root_dies(when: str) -> None:
         await until(lambda: all(rank.orders and rank.members == (1, 2) for rank in job.ranks[1:]))
         assert job.ranks[1].decision == job.ranks[2].decision != first
         await commit(job.ranks[1:])
+    job.close()
+
+
+@pytest.mark.parametrize("when", ["decided", "prepared", "committed"])
+async def test_the_rank_that_relays_to_another_one_dies(when: str) -> None:
+    job = Job(4, hosts="aabb")
+    relay, last = job.ranks[2:]
+    survivors = [job.ranks[0], job.ranks[1], last]
+    for rank in job.ranks:
+        rank.ask()
+    await heard(job.ranks, Prepare)
+    first = last.decision
+    if when != "decided":
+        for rank in job.ranks[: 3 if when == "prepared" else 4]:
+            rank.service.prepared(KEY, rank.decision)
+    if when == "committed":
+        await until(lambda: any(isinstance(order, Commit) for order in job.ranks[0].orders))
+        assert last.said() == ["Prepare"], "its Commit is under way over the relay"
+    last.stopped = True  # it connects to the root after the root has sent its orders, which have no route
+    relay.die()
+    if when == "committed":
+        last.go_on()
+        await heard(survivors, Finalized)
+        assert last.decision == first
+    else:
+        await heard(job.ranks[:2], Retry)
+        last.go_on()
+        await until(lambda: all(rank.members == (0, 1, 3) for rank in survivors))
+        assert last.decision == job.ranks[0].decision != first
+        await commit(survivors)
     job.close()
 
 
