@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,7 +40,8 @@ class MessageQueue(Handle, AsyncIterator[Any]):
     """One end of a queue; made by ``comm.queue`` and ``asynccomm.attach_queue``.
 
     A writer puts items, and a reader gets them; a call of the other kind raises RuntimeError. All methods without
-    ``_sync`` belong to the event loop that made the queue. ``async with`` closes the queue.
+    ``_sync`` belong to the event loop that made the queue. ``async with`` closes the queue. The calls
+    raise ClosedError in a forked child.
 
     A put is acknowledged when its call or await returns: the item is in memory that its readers share. Each of them
     gets the item, also if the writer is killed, unless the reader itself is lost, or the queue drops its oldest items.
@@ -61,7 +63,8 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         self._handle = handle
         self._close, self._dismiss, self._tasks = close, dismiss, tasks
         self._closed = self._comm_over = False
-        self._process = os.getpid()
+        self._in_child = False
+        _alive.add(self)
 
     @property
     def handle(self) -> str:
@@ -217,7 +220,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         Idempotent. Cancelling it leaves at once, as a writer that has failed. A forked child leaves nothing: the end is
         its parent's.
         """
-        if self._process != os.getpid():
+        if self._in_child:
             return
         failed = True
         try:
@@ -239,13 +242,18 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         Args:
             failed: the readers get a QueueError in place of the end of the queue.
         """
-        if self._closed or self._process != os.getpid():
+        if self._closed or self._in_child:
             return
         self._closed = True
         if isinstance(self._end, WritingEnd):
             self._end.end(failed=failed)
         self._end.close()
         self._close()
+
+    def _detach_in_child(self) -> None:
+        """Refuse all calls in a forked child, which shares the ring but not the counters of its end."""
+        self._in_child = True
+        self._end.detach_in_child(ClosedError("the queue was made before this process was forked; make a new one"))
 
     def comm_ended(self, error: AsyncCommError) -> None:
         """The comm of the queue has ended. A lost rank shows by its connection to the queue. From any thread."""
@@ -279,3 +287,14 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
     def __repr__(self) -> str:
         return f"<MessageQueue, {self.role}{', closed' if self._closed else ''}>"
+
+
+_alive: weakref.WeakSet[MessageQueue] = weakref.WeakSet()
+
+
+def _detach_all() -> None:
+    for queue in list(_alive):
+        queue._detach_in_child()
+
+
+os.register_at_fork(after_in_child=_detach_all)

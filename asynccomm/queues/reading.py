@@ -322,6 +322,13 @@ class ReadingEnd:
                     break
         return items
 
+    def detach_in_child(self, error: AsyncCommError) -> None:
+        """Raise ``error`` from all calls in a forked child, also for the items that were read ahead."""
+        self._lock = threading.Lock()  # a thread of the parent may have held the old one
+        self._error = error
+        self._found.clear()
+        self.waiters.detach_in_child(error)
+
     def close(self) -> None:
         """Leave the queue: later calls raise ClosedError. On the loop."""
         self.fail(ClosedError("the queue was closed here"))

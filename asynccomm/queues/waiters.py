@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar, final
 
 from asynccomm.core.state import Streak
-from asynccomm.errors import WouldBlockError
+from asynccomm.errors import AsyncCommError, WouldBlockError
 
 T = TypeVar("T")
 
@@ -32,6 +32,7 @@ class Waiters:
         self._abandoned = abandoned
         self._waiting: list[Callable[[], object]] = []
         self._lock = threading.Lock()
+        self._error: AsyncCommError | None = None  # in a forked child
 
     def wake(self) -> None:
         """Wake all. On the loop."""
@@ -47,6 +48,8 @@ class Waiters:
 
     async def wait(self, attempt: Callable[[], T | None]) -> T:
         """The first result of ``attempt``. Cancelling is safe. Raises the errors of ``attempt``."""
+        if self._error is not None:
+            raise self._error
         if asyncio.get_running_loop() is not self.loop:
             raise RuntimeError("the queue belongs to the event loop that it was made on, not to the running one")
         while (result := attempt()) is None:
@@ -69,6 +72,12 @@ class Waiters:
     def release(self) -> None:
         """Drop the callbacks, as all further attempts raise: no cycle of references then holds the end."""
         self._arm, self._abandoned = _again, None
+
+    def detach_in_child(self, error: AsyncCommError) -> None:
+        """Raise ``error`` from all waits in a forked child, on any loop."""
+        self._error = error
+        self._lock, self._waiting = threading.Lock(), []  # a thread of the parent may have held the old lock
+        self.streak.reset_streak()  # a yield would run the tasks of the parent before the error
 
     def _add(self, waiter: Callable[[], object]) -> None:
         with self._lock:

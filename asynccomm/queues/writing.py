@@ -11,6 +11,7 @@ from typing import Any, Final, final
 
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.segment import Segment
+from asynccomm.core.state import ReentrantLock
 from asynccomm.errors import AsyncCommError, ClosedError
 from asynccomm.queues.doorbell import Doorbell
 from asynccomm.queues.items import OutgoingItem
@@ -281,6 +282,14 @@ class WritingEnd:
         self._failed = self._failed or bool(self._pending) or not isinstance(error, ClosedError)
         while self._pending:
             self._pending.popleft().error = self._error
+
+    def detach_in_child(self, error: AsyncCommError) -> None:
+        """Raise ``error`` from all calls in a forked child, also from the puts that wait."""
+        self._lock = ReentrantLock()  # a thread of the parent may have held the old one
+        self._error = error
+        self._fail(error)
+        self.waiters.detach_in_child(error)
+        self._arrivals.detach_in_child(error)
 
     def end(self, *, failed: bool) -> None:
         """Tell the readers that no more items come; after a loss or a put that has failed, the writer has failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from asynccomm import ClosedError, Comm, EndOfQueueError, MessageQueue, QueueError, attach_queue, blocking
 from asynccomm.blocking import BlockingQueue
 from tests.blocking.test_window import public
+from tests.forking import fork
 from tests.queues.rings import hosted
 from tests.waiting import until
 
@@ -63,6 +65,36 @@ def program(backend: str) -> None:
 @pytest.mark.ranks(2, backend=["shm", "gloo"])
 async def test_a_queue_without_a_loop(comm: Comm) -> None:
     await asyncio.to_thread(program, comm.backend)
+
+
+def forking_program() -> None:
+    with blocking.new_comm("shm", name="forked", timeout=40) as comm, comm.queue(writer=0) as queue:
+        if comm.rank == 0:
+            queue.put(b"first")
+            calls = [lambda: queue.put(b"child", 5), lambda: queue.put_nowait(b"child"), queue.wait_readers]
+        else:
+            calls = [lambda: queue.get(5), queue.get_nowait, queue.get_many, lambda: next(queue)]
+        child = fork()
+        if child == 0:
+            refused = False
+            try:
+                for call in calls:
+                    with pytest.raises(ClosedError, match="forked"):
+                        call()
+                refused = True
+            finally:
+                os._exit(0 if refused else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        comm.barrier().wait()  # the children have ended
+        if comm.rank == 0:
+            queue.put(b"second")
+        else:
+            assert [queue.get(20), queue.get(20)] == [b"first", b"second"]
+
+
+@pytest.mark.ranks(2)
+async def test_a_forked_child_cannot_use_a_queue_of_its_parent() -> None:
+    await asyncio.to_thread(forking_program)
 
 
 async def test_attaching_without_a_comm_ends_with_its_loop() -> None:

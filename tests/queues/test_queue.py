@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import os
 import pickle
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +19,7 @@ import torch
 from asynccomm import (
     ClosedError,
     EndOfQueueError,
+    MessageQueue,
     PayloadError,
     PayloadTypeError,
     QueueError,
@@ -56,6 +63,119 @@ async def test_a_forked_child_leaves_a_queue_to_its_parent() -> None:
             reader.get_nowait()
         await queue.put("item")
         assert await reader.get() == "item"
+
+
+async def writer_calls(queue: MessageQueue) -> list[str]:
+    return [
+        await told(queue.put, b"child"),
+        await told(queue.put, {"n": 1}),
+        await told(queue.put_nowait, b"child"),
+        await told(queue.put_nowait, {"n": 1}),
+        await told(in_thread, queue.put_sync, b"child", 5),
+        await told(queue.wait_readers, 1),
+    ]
+
+
+async def reader_calls(queue: MessageQueue) -> list[str]:
+    return [
+        await told(queue.get),
+        await told(queue.get_nowait),
+        await told(queue.get_many),
+        await told(in_thread, queue.get_sync, 5),
+        await told(lambda: anext(queue)),
+    ]
+
+
+def in_thread(call: Callable[..., Any], *arguments: Any) -> Any:
+    with ThreadPoolExecutor() as threads:
+        return threads.submit(call, *arguments).result()
+
+
+async def told(call: Callable[..., Any], *arguments: Any) -> str:
+    """The error of a call, or its result."""
+    try:
+        result = call(*arguments)
+        return repr(await result if inspect.isawaitable(result) else result)
+    except Exception as exc:
+        return repr(exc)
+
+
+async def in_child(calls: Callable[[], Coroutine[Any, Any, list[str]]], *, own_loop: bool) -> set[str]:
+    """The results of ``calls()`` in a forked child, on a loop of its own or in the coroutine that has forked."""
+    read, write = os.pipe()
+    pid = fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # ends the child if a call waits
+            results = asyncio.run(calls()) if own_loop else await calls()
+            os.write(write, "\n".join(set(results)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as results_of_child:
+        text = await asyncio.to_thread(results_of_child.read)
+    await asyncio.to_thread(os.waitpid, pid, 0)
+    return set(text.split("\n"))
+
+
+REFUSED = {"ClosedError('the queue was made before this process was forked; make a new one')"}
+
+
+@pytest.mark.parametrize("own_loop", [True, False])
+@pytest.mark.parametrize("overflow", ["wait", "drop_oldest"])
+@pytest.mark.parametrize("writes", [True, False])
+async def test_a_forked_child_cannot_use_a_queue_of_its_parent(writes: bool, overflow: str, own_loop: bool) -> None:
+    async with hosted(writes, overflow=overflow, capacity=65536) as (_, queue):
+        (other,) = await readers_of(queue, 1)
+        writer, reader = (queue, other) if writes else (other, queue)
+        await writer.put(b"first")
+        await writer.put(b"second")
+        assert await reader.get() == b"first"  # the second item was read ahead
+        assert await in_child(lambda: writer_calls(writer), own_loop=own_loop) == REFUSED
+        assert await in_child(lambda: reader_calls(reader), own_loop=own_loop) == REFUSED
+        for number in range(3):
+            await writer.put(bytes([number]) * 9000)
+        assert await reader.get() == b"second"
+        assert [len(item) for item in await reader.get_many()] == [9000] * 3
+
+
+async def test_a_forked_child_needs_no_lock_that_a_thread_of_its_parent_holds() -> None:
+    async with hosted() as (_, queue):
+        (reader,) = await readers_of(queue, 1)
+        ends = queue._end, reader._end
+        held, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with ends[0]._lock, ends[0].waiters._lock, ends[1]._lock, ends[1].waiters._lock:
+                held.set()
+                over.wait(20)
+
+        holding = asyncio.ensure_future(asyncio.to_thread(hold))
+        await until(held.is_set)
+
+        async def calls() -> list[str]:
+            queue.statistics(), reader.statistics()
+            return await writer_calls(queue) + await reader_calls(reader)
+
+        try:
+            assert await in_child(calls, own_loop=True) == REFUSED
+        finally:
+            over.set()
+            await holding
+
+
+async def test_a_forked_child_attaches_by_the_handle() -> None:
+    async with hosted() as (_, queue):
+
+        async def read() -> list[str]:
+            async with await attach_queue(queue.handle) as reader:
+                return [await reader.get()]
+
+        child = asyncio.ensure_future(in_child(read, own_loop=True))
+        await queue.wait_readers(1)
+        await queue.put("item")
+        assert await child == {"item"}
 
 
 async def test_many_writers_are_read_in_the_order_of_each() -> None:
