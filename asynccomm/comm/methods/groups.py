@@ -408,7 +408,9 @@ class Groups(CommBase):
     def _check_regrouping(self) -> None:
         session, name = self._session, self.name
         self._submitter.check_loop()
-        if session.closed or isinstance(session.error, ClosedError):
+        if isinstance(session.error, ClosedError):
+            self._submitter.check_open()
+        if session.closed:  # after it broke
             raise ClosedError(f"comm {name!r} is closed") from session.error
         if session.regrouping is not None:
             raise RuntimeError(f"comm {name!r} is being regrouped already, by another task")
