@@ -29,6 +29,7 @@ from asynccomm.interop.torch_work import TorchWork
 from asynccomm.observe.profiling import is_profiling, recorded
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.renamed import Renamed
+from asynccomm.ops.validation import check_all_rows
 
 NAME: Final = "asynccomm"  #: of the backend, in torch
 DEVICES: Final = ("cpu", "cuda")
@@ -212,8 +213,13 @@ class TorchCollectives:
         comm, limit = self.comms.of(output), _limit(opts)
         if not output_split_sizes and not input_split_sizes:
             return self._start([output], comm.all_to_all_single, output, input, timeout=limit)
-        receives = list(output_split_sizes) or self._even("output", output)
-        sends = list(input_split_sizes) or self._even("input", input)
+        try:
+            receives = self._rows("output", output, output_split_sizes)
+            sends = self._rows("input", input, input_split_sizes)
+        except Exception as exc:
+            if not self._kept(exc):
+                raise
+            return TorchWork((), [output])
         return self._start([output], comm.all_to_all_v_single, output, input, receives, sends, timeout=limit)
 
     def alltoall_base(
@@ -221,8 +227,11 @@ class TorchCollectives:
     ) -> TorchWork:
         return self.all_to_all_single(output, input, receives, sends, opts)
 
-    def _even(self, name: str, tensor: Tensor) -> list[int]:
+    def _rows(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
+        """The split sizes. A comm's tensors may have more rows than these add up to, torch's may not."""
         size = self.comms.size
+        if sizes:
+            return check_all_rows(f"{name}_split_sizes", sizes, name, tensor, size)
         if not tensor.dim() or tensor.shape[0] % size:
             raise ValueError(f"{name} must divide evenly among {size} ranks, got shape {tuple(tensor.shape)}")
         return [tensor.shape[0] // size] * size

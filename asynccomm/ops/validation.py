@@ -286,6 +286,14 @@ def check_sizes(name: str, sizes: object, size: int) -> list[int]:
     return checked
 
 
+def check_all_rows(name: str, sizes: object, tensor_name: str, tensor: Tensor, size: int) -> list[int]:
+    """Check for the number of rows (of dim 0) of each rank, all rows of ``tensor`` together."""
+    checked = check_sizes(name, sizes, size)
+    if tensor.dim() and sum(checked) != tensor.shape[0]:
+        raise ValueError(f"{name} must add up to the {tensor.shape[0]} rows of {tensor_name}, got {checked}")
+    return checked
+
+
 def check_tag(tag: object) -> int:
     if type(tag) is int and 0 <= tag <= MAX_TAG:
         return tag

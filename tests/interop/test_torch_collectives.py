@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -276,6 +277,20 @@ async def test_a_batch_with_a_call_that_is_refused() -> None:
 
 
 @pytest.mark.ranks(2)
+async def test_a_call_that_is_refused_in_a_coalescing_manager() -> None:
+    with world() as group:
+        for splits in ([1, 2], None), ([1, 1], [1, 1]):
+            output, tensor = torch.zeros(3), torch.ones(1)
+            with (
+                pytest.raises(ValueError, match=r"input must divide evenly|must add up to the 3 rows of output"),
+                dist.distributed_c10d._coalescing_manager(group, torch.device("cpu")),
+            ):
+                dist.all_to_all_single(output, torch.ones(3), *splits)
+            dist.all_reduce(tensor)
+            assert tensor.item() == 2
+
+
+@pytest.mark.ranks(2)
 async def test_sparse_tensors_of_different_shapes() -> None:
     with world():
         rank = dist.get_rank()
@@ -383,6 +398,15 @@ async def test_bad_arguments_raise_at_the_call() -> None:
             group.broadcast([torch.ones(1), torch.ones(1)], broadcast_options())
         with pytest.raises(ValueError, match="divide evenly"):
             dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [])
+        for rows, splits, words in (
+            ((4, 4), ([1, 1], [1, 1]), "output_split_sizes must add up to the 4 rows of output, got [1, 1]"),
+            ((4, 2), ([1, 1], None), "output_split_sizes must add up to the 4 rows of output, got [1, 1]"),
+            ((2, 4), (None, [1, 1]), "input_split_sizes must add up to the 4 rows of input, got [1, 1]"),
+        ):
+            output = torch.zeros(rows[0])
+            with pytest.raises(ValueError, match=re.escape(words)):
+                dist.all_to_all_single(output, torch.ones(rows[1]), *splits)
+            assert not output.any()
         sparse = torch.eye(2).to_sparse()
         with pytest.raises(ValueError, match="SUM or AVG"):
             dist.all_reduce(sparse, dist.ReduceOp.MAX)

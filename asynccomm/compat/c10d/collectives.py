@@ -28,6 +28,7 @@ from asynccomm.compat.c10d.validation import (
 )
 from asynccomm.compat.c10d.work import NOTHING, with_future
 from asynccomm.compat.c10d.world import Group
+from asynccomm.ops.validation import check_all_rows
 
 
 @collective()
@@ -205,8 +206,9 @@ def all_to_all_single(
     """Send each rank its rows of ``input``, and receive rows of ``output``.
 
     Args:
-        output_split_sizes, input_split_sizes: numbers of rows (of dim 0) by rank; None or empty: equal numbers. If one
-            rank gives split sizes, all ranks must give at least one of the two; equal sizes are allowed.
+        output_split_sizes, input_split_sizes: numbers of rows (of dim 0) by rank, which add up to the rows of
+            ``output`` and ``input``; None or empty: equal numbers. If one rank gives split sizes, all ranks must give
+            at least one of the two; equal sizes are allowed.
     """
     if has_torch_function_variadic(output, input):
         return handle_torch_function(
@@ -225,10 +227,16 @@ def all_to_all_single(
     check_same_dtype(output, input)
     comm = pg.comm(input.device)
     if output_split_sizes or input_split_sizes:
-        outputs = output_split_sizes or _even("output", output, pg.size())
-        return comm.all_to_all_v_single(output, input, outputs, input_split_sizes or _even("input", input, pg.size()))
+        receives = _rows("output", output, output_split_sizes, pg.size())
+        sends = _rows("input", input, input_split_sizes, pg.size())
+        return comm.all_to_all_v_single(output, input, receives, sends)
     _even("input", input, pg.size())
     return comm.all_to_all_single(output, input)
+
+
+def _rows(name: str, tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:
+    """The split sizes. A comm's tensors may have more rows than these add up to, torch's may not."""
+    return check_all_rows(f"{name}_split_sizes", sizes, name, tensor, size) if sizes else _even(name, tensor, size)
 
 
 def _even(name: str, tensor: Tensor, size: int) -> list[int]:

@@ -289,6 +289,10 @@ async def test_all_to_all_single_by_rows() -> None:
         for sizes in (None, [1, 2]):
             with pytest.raises(ValueError, match=r"dim 0 of \w+ is 3, which the 2 ranks do not divide"):
                 dist.all_to_all_single(torch.empty(3), torch.ones(3), None, sizes)
+        with pytest.raises(ValueError, match=r"output_split_sizes must add up to the 4 rows of output, got \[1, 1\]"):
+            dist.all_to_all_single(torch.empty(4), torch.ones(2), [1, 1])
+        with pytest.raises(ValueError, match=r"input_split_sizes must add up to the 4 rows of input, got \[1, 1\]"):
+            dist.all_to_all_single(torch.empty(2), torch.ones(4), None, [1, 1])
 
     await run_ranks(2, body)
 
