@@ -184,6 +184,8 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
 
     def _add_all(self, notes: Sequence[Event | CallNote | Called]) -> None:
         with self._lock:
+            if self._closed:  # an operation that was in flight at ``close``
+                return
             self.dropped += max(0, len(self._notes) + len(notes) - self._size)
             self._notes.extend(notes)
         self._wake()
@@ -254,9 +256,10 @@ class Hook(_MemberWatcher):
         super().__init__()
         self._pre, self._post, self._abort, self._membership = pre, post, abort, membership
         self._detach = detach
+        self._removed = False  # operations in flight at ``remove`` notify this watcher still
 
     def before(self, op: Op) -> None:
-        if self._pre is not None:
+        if self._pre is not None and not self._removed:
             now = time.monotonic()
             self._pre(of_call("call", now, op, UNNUMBERED, None, now))
 
@@ -266,19 +269,21 @@ class Hook(_MemberWatcher):
 
     def _settled(self, work: Work[Any]) -> None:
         assert self._post is not None
+        if self._removed:
+            return
         error = work._error
         when = time.monotonic() if work.finished is None else work.finished
         event = of_call(*of_work("completion" if error is None else "failure", when, work, error))
         self._guarded(partial(self._post, event))
 
     def _member_event(self, event: Event) -> None:
-        if self._membership is not None:
+        if self._membership is not None and not self._removed:
             self._guarded(partial(self._membership, event))
 
     def broke(self, error: BrokenError) -> None:
         if isinstance(error, PeerLostError):  # often found by the transport, before the control channel
             self.departed(error.rank, error.detail)
-        if self._abort is not None:
+        if self._abort is not None and not self._removed:
             self._guarded(partial(self._abort, error))
 
     def _guarded(self, call: Callable[[], object]) -> None:
@@ -291,7 +296,11 @@ class Hook(_MemberWatcher):
             )
 
     def remove(self) -> None:
-        """End the calls of the functions. Idempotent, from any thread."""
+        """End the calls of the functions, also for operations in flight. Idempotent, from any thread.
+
+        A call that runs on another thread meanwhile goes on.
+        """
+        self._removed = True
         self._detach(self)
 
 

@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, CollectiveTimeoutError, Comm, MemoryStore, SignalCmpOp, join_comm, new_comm
+from asynccomm import (
+    AbortedError,
+    BrokenError,
+    CollectiveTimeoutError,
+    Comm,
+    MemoryStore,
+    SignalCmpOp,
+    join_comm,
+    new_comm,
+)
 from asynccomm.observe.events import Event, EventStream
 from asynccomm.observe.watchers import NOTED
+from asynccomm.ops import Barrier
 from asynccomm.testing.local import loopback_world
 from tests.waiting import until
 
@@ -198,6 +208,29 @@ async def test_hooks_are_called_before_and_after() -> None:
         await comm.barrier()
         assert len(seen) == 2
         assert comm._submitter.counts.detours == 0
+
+
+async def test_an_operation_in_flight_is_no_event_for_a_hook_that_was_removed_and_a_stream_that_was_closed() -> None:
+    async with loopback_world(2) as (a, b):
+        seen: list[str] = []
+        hook, stream = a.add_hook(post=lambda event: seen.append(event.kind)), a.events()
+        work = a.all_reduce(torch.ones(2))
+        hook.remove()
+        stream.close()
+        await asyncio.gather(work, b.all_reduce(torch.ones(2)))
+        assert not seen
+        assert [event.kind async for event in stream] == ["call", "send"]
+
+
+async def test_an_event_that_another_thread_has_begun_to_report_does_not_reach_a_removed_hook() -> None:
+    async with loopback_world(1) as (comm,):
+        seen: list[object] = []
+        hook = comm.add_hook(pre=seen.append, abort=seen.append, membership=seen.append)
+        hook.remove()
+        hook.before(Barrier())
+        hook.departed(1, "")
+        hook.broke(BrokenError("test"))
+        assert not seen
 
 
 async def test_an_exception_of_a_pre_hook_refuses_the_call() -> None:

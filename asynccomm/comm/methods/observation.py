@@ -80,7 +80,7 @@ class Observation(CommBase):
         abort: Callable[[BrokenError], object] | None = None,
         membership: Callable[[Event], object] | None = None,
     ) -> Hook:
-        """Call functions at events of this rank; ``remove()`` of the result ends that. From any thread.
+        """Call functions at events of this rank; ``remove()`` of the result ends that at once. From any thread.
 
         Calls take the ordinary path while there is a hook, which costs some microseconds for each call in shared
         memory; ``events`` costs less.
