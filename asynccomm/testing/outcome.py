@@ -36,7 +36,9 @@ def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> Non
     else:
         # the cause first: ranks that failed only because of another rank's failure come last
         order = sorted(range(len(reports)), key=lambda rank: _weight(reports[rank]))
-        parts = [text for rank in order if (text := _describe(rank, reports[rank], world))]
+        # a rank that has failed or died ends the wait for the others before the time limit
+        limited = not any(isinstance(report, (Failed, Died)) for report in reports)
+        parts = [text for rank in order if (text := _describe(rank, reports[rank], world, limited))]
         parts += uneven(reports)
     if skipped:
         parts.insert(0, f"only {len(skipped)} of {world.size} ranks skipped the test; all have to, or none")
@@ -136,8 +138,12 @@ def _weight(report: Report) -> int:
             return 4
 
 
-def _describe(rank: int, report: Report, world: RankWorld) -> str:
-    """The outcome of one rank, for the failure message; empty if it passed."""
+def _describe(rank: int, report: Report, world: RankWorld, limited: bool) -> str:
+    """The outcome of one rank, for the failure message; empty if it passed.
+
+    Args:
+        limited: whether the time limit has ended the test.
+    """
     who = f"rank {rank} of {world.size}"
     match report:
         case Failed(summary, traceback, None):
@@ -148,7 +154,8 @@ def _describe(rank: int, report: Report, world: RankWorld) -> str:
         case Died(how):
             return f"{who} {how}"
         case TimedOut(stacks):
-            return f"{who} was still waiting and had to be ended, here:\n{stacks}"
+            limit = f"not done after {world.timeout:g} s (timeout= of @pytest.mark.ranks)"
+            return f"{who} was {limit if limited else 'still waiting'} and had to be ended, here:\n{stacks}"
         case Skipped(reason):
             return f"{who} skipped: {reason}"
         case _:

@@ -9,7 +9,7 @@ import pytest
 
 from asynccomm import AbortedError, BrokenError, PeerLostError
 from asynccomm.testing.outcome import raise_outcome, uneven
-from asynccomm.testing.protocol import CommCalls, Failed, Passed, RankWorld, Report, Skipped, TimedOut
+from asynccomm.testing.protocol import CommCalls, Died, Failed, Passed, RankWorld, Report, Skipped, TimedOut
 
 WORLD = RankWorld(2, "auto", "cpu", 60.0, {})
 
@@ -59,6 +59,18 @@ def test_a_failure_is_of_the_class_that_all_failed_ranks_raise() -> None:
         assert not isinstance(found.value, other)
         assert str(found.value).endswith("note")
         assert not found.value.pytrace
+
+
+def test_the_time_limit_is_named_where_it_has_ended_the_test() -> None:
+    for other, said in [
+        (Passed(0.1), "not done after 60 s (timeout= of @pytest.mark.ranks)"),
+        (TimedOut("stacks"), "not done after 60 s (timeout= of @pytest.mark.ranks)"),
+        (failed(KeyError), "still waiting"),
+        (Died("exited with code 3"), "still waiting"),
+    ]:
+        with pytest.raises(pytest.fail.Exception) as found:
+            raise_outcome([TimedOut("stacks"), other], WORLD, "note")
+        assert f"rank 0 of 2 was {said} and had to be ended, here:\nstacks" in str(found.value)
 
 
 @pytest.mark.parametrize("kind", [OSError, UnicodeDecodeError, SystemExit, StopIteration, ExceptionGroup, SyntaxError])
