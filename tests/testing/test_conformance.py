@@ -43,6 +43,7 @@ from asynccomm.queues.reading import ReadingEnd
 from asynccomm.serialization.objects import IncomingObject
 from asynccomm.serialization.tensor_dicts import Schema, Slices
 from asynccomm.testing.conformance import CHECKS, check_backend
+from asynccomm.testing.conformance.data import expect_equal
 
 perform, widen, narrow, combine = loopback._perform, arithmetic.widen, arithmetic.narrow, arithmetic.combine
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -481,6 +482,23 @@ async def test_catches(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
         await run_suite([check])
     notes = [note for exc in caught.value.exceptions for note in getattr(exc, "__notes__", [])]
     assert any(note.startswith(f"in check {check!r}") for note in notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint16, torch.bool])
+def test_elements_that_differ_are_shown_from_the_first_one_on(dtype: torch.dtype) -> None:
+    expected = torch.zeros(4, 25, dtype=dtype)
+    actual = expected.clone()
+    actual[2, 0] = actual[3, 24] = 1
+    values, zero = actual.flatten()[50:66].tolist(), expected[0, 0].item()
+    with pytest.raises(AssertionError) as caught:
+        expect_equal(actual, expected, "test")
+    assert str(caught.value).splitlines() == [
+        "test: 2 of 100 elements differ; from flat index 50 on:",
+        f" got      {values}",
+        f" expected {[zero] * 16}",
+    ]
+    assert values[0] != zero
+    expect_equal(expected.clone(), expected, "test")
 
 
 def test_every_module_of_checks_has_a_broken_backend() -> None:

@@ -45,6 +45,7 @@ with warnings.catch_warnings():
     torch.empty(1, dtype=torch.complex32)
 
 _COMPARED = frozenset([*FLOATS, *COMPLEX])  # dtypes that torch.equal accepts
+_SHOWN = 16  # elements of each tensor in an error
 REDUCTIONS = [ReduceOp(kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
 SHAPES = [(), (1,), (0,), (5,), (3, 4), (2, 0, 3), (1031,)]
 
@@ -194,13 +195,17 @@ def expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
     wide = torch.complex128 if actual.is_complex() else torch.float64 if actual.is_floating_point() else None
     a, b = (actual, expected) if wide is None else (actual.to(wide), expected.to(wide))
     if wide is None:
-        same = torch.equal(_signed(a), _signed(b))
+        wrong = _signed(a) != _signed(b)
     else:
         tolerance = torch.finfo(actual.dtype).eps
-        same = bool(torch.isclose(a, b, rtol=tolerance, atol=0, equal_nan=True).all())
-    if not same:
+        wrong = ~torch.isclose(a, b, rtol=tolerance, atol=0, equal_nan=True)
+    if wrong.any():
+        places = wrong.flatten().nonzero()
+        first = int(places[0])
+        shown = slice(first, first + _SHOWN)
         raise AssertionError(
-            f"{what}:\n got      {actual.flatten()[:16].tolist()}\n expected {b.flatten()[:16].tolist()}"
+            f"{what}: {len(places)} of {wrong.numel()} elements differ; from flat index {first} on:"
+            f"\n got      {actual.flatten()[shown].tolist()}\n expected {b.flatten()[shown].tolist()}"
         )
 
 
