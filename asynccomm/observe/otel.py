@@ -87,6 +87,8 @@ def instrument(comm: MeasuredComm, meter: Meter | None = None) -> None:
         from opentelemetry import metrics  # noqa: PLC0415 (an extra)
     except ImportError as exc:
         raise RuntimeError("OpenTelemetry's API is not installed: pip install 'asynccomm[otel]'") from exc
+    if meter is not None and not isinstance(meter, metrics.Meter):
+        raise TypeError(f"meter must be an OpenTelemetry Meter, got {meter!r} ({type(meter).__name__})")
     measured = comm.statistics().measured
     if measured is None:
         raise RuntimeError("the comm has no metrics: make it with hints={'metrics': 'on'}, or set ASYNCCOMM_METRICS")

@@ -117,3 +117,11 @@ async def test_a_comm_is_reported_once_until_it_closes() -> None:
 def test_another_object_is_refused() -> None:
     with pytest.raises(TypeError, match=r"comm must be a Comm, got None \(NoneType\)"):
         instrument(None)  # type: ignore[arg-type]
+
+
+async def test_a_meter_must_be_one_of_opentelemetry() -> None:
+    async with loopback_world(1, hints={"metrics": "on"}) as (comm,):
+        meter: Any
+        for meter, kind in [(3, "int"), ("test", "str"), (MeterProvider(), "MeterProvider")]:
+            with pytest.raises(TypeError, match=rf"^meter must be an OpenTelemetry Meter, got .*\({kind}\)$"):
+                instrument(comm, meter)
