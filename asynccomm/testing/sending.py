@@ -73,6 +73,8 @@ def check_function(item: pytest.Function) -> None:
             pytrace=False,
         )
     function = getattr(item.cls or item.module, item.originalname)
+    if inspect.isasyncgenfunction(function):
+        pytest.fail(f"{item.nodeid}: a test marked `ranks` must not yield", pytrace=False)
     if not inspect.iscoroutinefunction(function):
         pytest.fail(f"{item.nodeid}: a test marked `ranks` must be an async function", pytrace=False)
 

@@ -205,6 +205,10 @@ WRONG = """
     def test_not_async():
         pass
 
+    @pytest.mark.ranks(2)
+    async def test_yields():
+        yield
+
     @pytest.mark.parametrize("value", [pytest.param(1, marks=pytest.mark.ranks(2))])
     async def test_marked_parameter(comm, value):
         pass

@@ -170,6 +170,7 @@ def test_bad_markers(run: Run, name: str) -> None:
         ("test_marked_twice[2ranks-1]", ON_FUNCTION),
         ("test_marked_by_a_hook", ON_FUNCTION),
         ("test_not_async[2ranks]", "a test marked `ranks` must be an async function"),
+        ("test_yields[2ranks]", "a test marked `ranks` must not yield"),
         ("TestSetup::test_setup[2ranks]", "setup_method() runs in pytest's own process, and not in the ranks"),
         (
             "TestAttribute::test_attribute[2ranks]",
