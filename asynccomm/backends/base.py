@@ -11,8 +11,9 @@ A backend promises:
   ranks and tag; they never delay a collective, nor point-to-point operations of another pair or tag.
 - All ranks submit the same collectives in the same batch, and no two operations of a batch share memory that one of
   them writes. The backend may therefore run the operations of a batch in any order, or all at once.
-- Each submission is settled exactly once, from any thread, when its operation is over. The backend keeps references to
-  the tensors of the submission until then, even if the Work failed earlier because the comm broke.
+- Each submission is settled, from any thread, when its operation is over. The first outcome counts: settling again has
+  no effect. The backend keeps references to the tensors of the submission until its operation is over, even if the Work
+  failed earlier because the comm broke.
 - A transport error goes to ``context.on_error``. The comm interprets the error and fails all pending operations.
 - Payloads of parcels (``ops.Parcels``, ``ops.SendParcel``, ``ops.RecvParcel``) are received into the tensors that
   ``Submission.place`` returns. If ``place`` raises, the Work fails with that error and the comm stays usable.
