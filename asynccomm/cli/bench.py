@@ -19,7 +19,7 @@ from asynccomm.benchmarks.plot import plot
 from asynccomm.benchmarks.rows import OPERATIONS, UNITS, USUAL, read_measurements
 from asynccomm.benchmarks.session_options import SessionOptions
 from asynccomm.cli.launch import LaunchOptions, launch
-from asynccomm.cli.run import Commands, at_least_one, listen, threads_of
+from asynccomm.cli.run import Commands, at_least_one, listen, path_argument, threads_of
 
 _DESCRIPTION = """\
 Measure operations on this host: asynccomm beside torch.distributed (gloo, or NCCL where each rank has a GPU) and, where
@@ -58,8 +58,13 @@ def add_command(commands: Commands) -> None:
     add("--backend", default="auto", metavar="NAME", help="of asynccomm (default: auto)")
     add("--peers", type=_words, metavar="PEER,...", help="torch, mpi, or none (default: all that are installed)")
     add("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help=f"medians are over them (default: {ROUNDS})")
-    add("--json", type=Path, metavar="FILE", help="write the rows to FILE, after each operation and size")
-    add("--plot", type=Path, metavar="OUT.png", help="draw time and bus bandwidth; needs the extra 'plot' (matplotlib)")
+    add("--json", type=path_argument, metavar="FILE", help="write the rows to FILE, after each operation and size")
+    add(
+        "--plot",
+        type=path_argument,
+        metavar="OUT.png",
+        help="draw time and bus bandwidth; needs the extra 'plot' (matplotlib)",
+    )
     parser.set_defaults(command=lambda arguments: _bench(parser, arguments), parser=parser)
 
 

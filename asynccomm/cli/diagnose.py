@@ -19,7 +19,7 @@ from typing import Any, final
 
 from asynccomm.cli.dumps import dumps_of, write_dumps
 from asynccomm.cli.jobs import Answer, JobSummary, ProcessSocket, ProcessTree, find, listen, status
-from asynccomm.cli.run import Commands
+from asynccomm.cli.run import Commands, path_argument
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.transport.connection import Look
 
@@ -129,7 +129,12 @@ def add_command(commands: Commands) -> None:
     add("--stacks", action="store_true", help="also show the stacks of each rank's main thread, event loop and tasks")
     add("--comm", metavar="NAME", help="show this comm only")
     add("--json", action="store_true", help="print it for machines")
-    add("--dump", type=Path, metavar="DIR", help="write the flight recorder of each rank to DIR, for trace analyze")
+    add(
+        "--dump",
+        type=path_argument,
+        metavar="DIR",
+        help="write the flight recorder of each rank to DIR, for trace analyze",
+    )
     parser.set_defaults(command=lambda arguments: _diagnose(parser, arguments), parser=parser)
 
 

@@ -78,12 +78,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--master-port", type=_port, default=0, metavar="PORT", help="where the store listens (default: any free port)")
     add("--run-id", type=_run_id, metavar="ID", help="name of the run, TORCHELASTIC_RUN_ID (default: random)")
     add("--cpus-per-rank", type=at_least_one, metavar="K", help="pin each rank to K CPUs of its own, with K threads")
-    add("--log-dir", type=Path, metavar="DIR", help="write what ranks print to DIR/rank0.log, ... instead")
+    add("--log-dir", type=path_argument, metavar="DIR", help="write what ranks print to DIR/rank0.log, ... instead")
     add("--tee", action="store_true", help="with --log-dir: print it as well")
     add("--no-prefix", action="store_true", help="pass lines on without their rank in front")
     grace = f"time that ranks get to end after a signal (default: {GRACE_SECONDS:g})"
     add("--grace", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS", help=grace)
-    add("--trace", type=Path, metavar="OUT.json", help="write a trace of all ranks, for Perfetto")
+    add("--trace", type=path_argument, metavar="OUT.json", help="write a trace of all ranks, for Perfetto")
     add("--elastic", action="store_true", help="go on when a rank is lost (see Comm.shrink)")
     least = "an elastic run fails when fewer ranks are left (default: 1)"
     add("--min-ranks", type=at_least_one, metavar="N", help=least)
@@ -222,6 +222,13 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
     return int(text)
+
+
+def path_argument(text: str) -> Path:
+    """The type of an argument."""
+    if not text:  # for pathlib, the current folder
+        raise argparse.ArgumentTypeError("must be a path, got ''")
+    return Path(text)
 
 
 def _number(text: str) -> int:

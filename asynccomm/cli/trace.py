@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from asynccomm.cli.run import Commands
+from asynccomm.cli.run import Commands, path_argument
 from asynccomm.observe.analysis import DumpError, analyze, dump_files, load_dump
 from asynccomm.observe.chrome import read_part, write_trace
 
@@ -34,9 +33,9 @@ def add_command(commands: Commands) -> None:
         usage="asynccomm trace {analyze,merge} FILES... [options]",
     )
     parser.add_argument("action", choices=["analyze", "merge"], help="what to do with the files")
-    parser.add_argument("places", nargs="+", type=Path, metavar="FILES", help="files, or folders of dumps")
+    parser.add_argument("places", nargs="+", type=path_argument, metavar="FILES", help="files, or folders of dumps")
     parser.add_argument("--json", action="store_true", help="analyze: print it for machines")
-    parser.add_argument("--out", type=Path, metavar="OUT.json", help="merge: the file to write")
+    parser.add_argument("--out", type=path_argument, metavar="OUT.json", help="merge: the file to write")
     parser.set_defaults(command=lambda arguments: _trace(parser, arguments), parser=parser)
 
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from asynccomm.cli.main import main
+
 SHOW = "import os, sys; print([dict(os.environ), sys.argv[1:], sorted(os.sched_getaffinity(0))], flush=True)"
 
 TORCHRUN = {
@@ -125,6 +127,27 @@ def test_bad_input_is_named_and_starts_nothing(launcher, arguments: list[str], m
     assert message in err
     assert "Traceback" not in err
     assert not (launcher.directory / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["run", "-n", "1", "--log-dir=", "script.py"], "--log-dir"),
+        (["run", "-n", "1", "--trace=", "script.py"], "--trace"),
+        (["trace", "merge", "rank0.json", "--out="], "--out"),
+        (["trace", "analyze", ""], "FILES"),
+        (["diagnose", "--dump="], "--dump"),
+        (["bench", "--json="], "--json"),
+        (["bench", "--plot="], "--plot"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(arguments)
+    assert exited.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: argument {name}: must be a path, got ''\n")
 
 
 def test_port_in_use_is_named(launcher) -> None:
