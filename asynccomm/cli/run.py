@@ -166,14 +166,14 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 def _nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace, elastic: bool) -> NodeOptions | None:
     """The place of this node; None: the only one."""
     count, number = arguments.nodes, arguments.node_rank
-    if count == 1 and number in (None, 0) and arguments.store is None:
+    if number is not None and number >= count:
+        parser.error(f"argument --node-rank: must be below the number of nodes, {count}, got {number}")
+    if count == 1 and arguments.store is None:
         return None
     if arguments.store is None:
         parser.error("argument --nodes: needs --store, where node 0 hosts the store")
     if number is None and count > 1:
         parser.error("argument --nodes: needs --node-rank, the number of this node")
-    if number is not None and number >= count:
-        parser.error(f"argument --node-rank: must be below the number of nodes, {count}, got {number}")
     if elastic:
         parser.error("arguments --elastic and --restart: a run on several nodes cannot go on without a rank")
     if arguments.master_port:

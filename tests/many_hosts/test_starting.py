@@ -149,6 +149,7 @@ def test_a_launcher_that_is_killed_ends_the_other_nodes(job: Job, tmp_path: Path
         (["--nodes", "2"], "argument --nodes: needs --store, where node 0 hosts the store"),
         (["--nodes", "2", "--store", "h:1"], "argument --nodes: needs --node-rank, the number of this node"),
         (["--nodes", "2", "--store", "h:1", "--node-rank", "2"], "must be below the number of nodes, 2, got 2"),
+        (["--node-rank", "1"], "argument --node-rank: must be below the number of nodes, 1, got 1"),
         (["--node-rank", "x"], "argument --node-rank: must be a whole number, at least 0, got 'x'"),
         (["--store", "h"], "argument --store: must be HOST:PORT, got 'h'"),
         (["--nodes", "2", "--store", "h:1", "--node-rank", "1", "--elastic"], "--elastic and --restart: a run on sev"),
