@@ -203,15 +203,18 @@ def _arrows(comm: str, seq: int, by_rank: Mapping[int, Slice], numbers: Iterator
 
 
 def write_trace(path: Path, parts: Sequence[Part]) -> None:
-    """Write the merged trace; the file of a single part can be merged later. Raises: OSError."""
+    """Write the merged trace; the file of a single part can be merged later. Raises: OSError with ``path``."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     trace = merged(parts)
     if len(parts) == 1:
         trace[PART] = parts[0]
     new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(trace))
-    os.replace(new, path)
+    try:
+        new.write_text(json.dumps(trace))
+        os.replace(new, path)
+    except OSError as exc:
+        raise OSError(exc.errno, exc.strerror, str(path)) from exc
 
 
 def read_part(path: Path) -> Part:

@@ -10,6 +10,7 @@ import torch
 
 from asynccomm import Comm, new_comm
 from asynccomm.cli.main import main
+from asynccomm.comm.tracing import TraceScope
 from asynccomm.observe.chrome import DIRECTORY
 from asynccomm.testing.local import loopback_world
 from tests.observe.test_chrome import check_format
@@ -114,10 +115,26 @@ async def test_no_path_of_a_file_is_refused_at_the_call(tmp_path: Path) -> None:
             comm.trace(tmp_path)
         with pytest.raises(ValueError, match=r"^path must be a file, got ''$"):
             comm.trace("")
+        with pytest.raises(ValueError, match=f"^path must be in a folder that exists, and '{tmp_path}/no' is none$"):
+            comm.trace(tmp_path / "no" / "out.json")
         path: Any
         for path in (3, None, b"out.json"):
             with pytest.raises(TypeError, match=rf"^path must be a str or an os.PathLike\[str\], got {path!r}$"):
                 comm.trace(path)
+
+
+async def test_only_rank_0_needs_the_folder_at_the_call(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    async with loopback_world(2) as (a, b):
+
+        async def traced(scope: TraceScope, comm: Comm) -> None:
+            async with scope:
+                await comm.barrier()
+
+        early = b.trace(folder / "out.json")
+        folder.mkdir()
+        await asyncio.gather(traced(a.trace(folder / "out.json"), a), traced(early, b))
+    assert [path.name for path in folder.iterdir()] == ["out.json"]
 
 
 async def test_waits_for_room_are_in_the_trace(tmp_path: Path) -> None:

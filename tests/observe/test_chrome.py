@@ -202,5 +202,12 @@ def test_a_folder_is_no_place_for_a_trace(tmp_path: Path) -> None:
     assert not list(tmp_path.parent.glob("*.new"))
 
 
+def test_an_error_of_writing_names_the_path_that_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "out.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_trace(path, [])
+    assert caught.value.filename == str(path)
+
+
 def test_nothing_is_a_trace_too() -> None:
     check_format(merged([]))

@@ -54,8 +54,8 @@ class Observation(CommBase):
         the body raises or the comm has broken, each rank writes its own to ``out.rank3.json``, and ``asynccomm trace
         merge`` merges these. With ``with``, each rank always writes its own, and no rank waits.
 
-        Raises: TypeError: ``path`` is no path; ValueError: ``path`` is empty or a folder; OSError on leaving, if the
-        file cannot be written.
+        Raises: TypeError: ``path`` is no path; ValueError: ``path`` is empty or a folder, or, on rank 0, its folder
+        does not exist; OSError on leaving, if the file cannot be written.
         """
         try:
             file = Path(path)
@@ -65,6 +65,9 @@ class Observation(CommBase):
             raise ValueError("path must be a file, got ''")
         if file.is_dir():
             raise ValueError(f"path must be a file, and {os.fspath(path)!r} is a folder")
+        # other ranks may be on hosts without the folder, or make this call before rank 0 makes the folder
+        if self._session.group.rank == 0 and not file.parent.is_dir():
+            raise ValueError(f"path must be in a folder that exists, and {str(file.parent)!r} is none")
         return TraceScope(self._session, file, self._gather_part)
 
     def _gather_part(self, part: object, root: int) -> Work[Any]:
