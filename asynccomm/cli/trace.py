@@ -7,7 +7,7 @@ import json
 
 from asynccomm.cli.run import Commands, path_argument
 from asynccomm.observe.analysis import DumpError, analyze, dump_files, load_dump
-from asynccomm.observe.chrome import read_part, write_trace
+from asynccomm.observe.chrome import read_parts, write_trace
 
 _DESCRIPTION = """\
 Analyze the dumps of flight recorders, and merge the traces of ranks.
@@ -58,7 +58,7 @@ def _merge(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     if arguments.out is None:
         parser.error("argument --out: merge needs the file to write")
     try:
-        write_trace(arguments.out, [read_part(path) for path in arguments.places])
+        write_trace(arguments.out, read_parts(arguments.places))
     except (OSError, ValueError) as exc:
         parser.error(str(exc))
     return 0

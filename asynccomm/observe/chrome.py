@@ -217,6 +217,22 @@ def write_trace(path: Path, parts: Sequence[Part]) -> None:
         raise OSError(exc.errno, exc.strerror, str(path)) from exc
 
 
+def read_parts(paths: Sequence[Path]) -> list[Part]:
+    """The parts in the files of ranks. Raises: OSError; ValueError naming the file, or two with one operation."""
+    parts: list[Part] = []
+    # a comm may be traced several times on a rank, for other operations
+    found: dict[tuple[Any, ...], Path] = {}
+    for path in paths:
+        part = read_part(path)
+        owner = tuple(part[key] for key in ("comm", "key", "rank", "process", "host", "pid"))
+        for op in {(*owner, each["seq"], each["op"], each["started"]) for each in part["ops"]}:
+            if op in found:
+                raise ValueError(f"{path} and {found[op]} hold the same operations of rank {part['rank']}")
+            found[op] = path
+        parts.append(part)
+    return parts
+
+
 def read_part(path: Path) -> Part:
     """The part in a file that ``write_trace`` wrote for one rank. Raises: OSError, ValueError naming the file."""
     try:

@@ -1,5 +1,6 @@
 """``asynccomm trace``; the findings are tested in tests/observe, and on a real job in test_diagnose.py."""
 
+import asyncio
 import json
 import pickle
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asynccomm.cli.main import main
+from asynccomm.testing.local import loopback_world
 
 
 def write(directory: Path, *counts: int) -> None:
@@ -47,6 +49,21 @@ def test_a_folder_without_dumps_is_refused(tmp_path: Path, capsys: pytest.Captur
         main(["trace", "analyze", str(tmp_path)])
     assert exited.value.code == 2
     assert "there is no dump of a rank" in capsys.readouterr().err
+
+
+def test_a_file_that_is_given_twice_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def traced() -> None:
+        async with loopback_world(1) as (comm,):
+            with comm.trace(tmp_path / "out.json"):
+                await comm.barrier()
+
+    asyncio.run(traced())
+    path, out = str(tmp_path / "out.rank0.json"), tmp_path / "merged.json"
+    with pytest.raises(SystemExit) as exited:
+        main(["trace", "merge", path, path, "--out", str(out)])
+    assert exited.value.code == 2
+    assert f"{path} and {path} hold the same operations of rank 0" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

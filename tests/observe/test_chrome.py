@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asynccomm.observe.chrome import PART, merged, read_part, write_trace
+from asynccomm.observe.chrome import PART, merged, read_part, read_parts, write_trace
 
 PHASES = {
     "X": {"name", "cat", "ts", "dur", "pid", "tid", "args"},
@@ -194,6 +194,18 @@ def test_a_damaged_part_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"rank0\.json is no trace of a single rank: ."):
             read_part(path)
+
+
+def test_an_operation_in_two_files_is_refused_and_two_traces_of_a_comm_are_not(tmp_path: Path) -> None:
+    first, copy, later, other = (tmp_path / f"{name}.json" for name in ("first", "copy", "later", "other"))
+    write_trace(first, [part(0, op(0, 1.0, 2.0))])
+    write_trace(copy, [part(0, op(0, 1.0, 2.0), op(1, 2.0, 3.0))])
+    write_trace(later, [part(0, op(1, 2.0, 3.0))])
+    write_trace(other, [part(1, op(0, 1.0, 2.0))])
+    assert [each["rank"] for each in read_parts([first, later, other])] == [0, 0, 1]
+    for again in (first, copy):
+        with pytest.raises(ValueError, match=f"^{again} and {first} hold the same operations of rank 0$"):
+            read_parts([first, other, again])
 
 
 def test_a_folder_is_no_place_for_a_trace(tmp_path: Path) -> None:
