@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 
-from asynccomm.testing.protocol import CommCalls, Died, Failed, Passed, RankWorld, Report, Skipped, TimedOut
+from asynccomm.testing.protocol import CommCalls, Died, Exited, Failed, Passed, RankWorld, Report, Skipped, TimedOut
 
 __all__ = ["raise_outcome", "uneven"]
 
 
 def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> None:
-    """Pass, skip or fail the test.
+    """Pass, skip or fail the test, or end the run, if a rank has called ``pytest.exit``.
 
     Args:
         note: the last line of a failure.
     """
+    for report in reports:
+        if isinstance(report, Exited):
+            raise pytest.exit.Exception(report.reason, report.code)
     skipped = [report for report in reports if isinstance(report, Skipped)]
     if len(skipped) == len(reports):
         expected = [report for report in skipped if report.xfail]

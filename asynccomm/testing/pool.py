@@ -29,6 +29,7 @@ from asynccomm.testing.protocol import (
     DebuggerStop,
     Died,
     DumpStacks,
+    Exited,
     Failed,
     Passed,
     Preparation,
@@ -116,7 +117,7 @@ class RankProcess:
             message = self.receive()
         if isinstance(message, StackDump):
             return TimedOut(message.text)
-        assert isinstance(message, (Passed, Skipped, Failed, Died))
+        assert isinstance(message, (Passed, Skipped, Exited, Failed, Died))
         return message
 
     def kill(self) -> None:
@@ -192,7 +193,7 @@ class RankPool:
         finally:
             output = [rank.output.take() for rank in ranks]
             for number, rank in enumerate(ranks):
-                if not rank.usable or not isinstance(reports.get(number), (Passed, Skipped, Failed)):
+                if not rank.usable or not isinstance(reports.get(number), (Passed, Skipped, Exited, Failed)):
                     self._ranks.remove(rank)
                     rank.kill()
         return [reports[number] for number in range(len(ranks))], output
@@ -299,7 +300,7 @@ class RankPool:
                     continue
                 del busy[number]
                 reports[number] = message
-                if isinstance(reports[number], (Failed, Died)):
+                if isinstance(reports[number], (Exited, Failed, Died)):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "DebuggerStart",
     "DebuggerStop",
     "Died",
+    "Exited",
     "Failed",
     "Filters",
     "Preparation",
@@ -164,6 +165,13 @@ class Skipped(NamedTuple):
     xfail: bool = False
 
 
+class Exited(NamedTuple):
+    """The test called ``pytest.exit`` on this rank, which ends the run."""
+
+    reason: str
+    code: int | None  #: the exit code of the run; None: pytest's own
+
+
 class Failed(NamedTuple):
     """The test raised on this rank."""
 
@@ -187,4 +195,4 @@ class TimedOut(NamedTuple):
     stacks: str
 
 
-Report = Passed | Skipped | Failed | Died | TimedOut
+Report = Passed | Skipped | Exited | Failed | Died | TimedOut

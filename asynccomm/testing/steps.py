@@ -86,7 +86,7 @@ class RankSteps:
                 raise failure
         except BaseException as exc:  # a test may raise anything
             peer = isinstance(exc, AbortedError) and exc.rank != self._task.rank
-            if self._task.debug and not peer and not isinstance(exc, NO_ERRORS):
+            if self._task.debug and not peer and not isinstance(exc, (*NO_ERRORS, pytest.exit.Exception)):
                 self._debugger.post_mortem(exc)
             await asyncio.sleep(OWN_SECONDS)
             raise

@@ -44,6 +44,7 @@ from asynccomm.testing.project import ProjectModules
 from asynccomm.testing.protocol import (
     DebuggerInput,
     DumpStacks,
+    Exited,
     Failed,
     Filters,
     Passed,
@@ -171,7 +172,7 @@ class Worker:
                 gc.freeze()  # as in the constructor: each test ends with a collection
         return "ready"
 
-    def _run(self, job: RankTask) -> Passed | Skipped | Failed:
+    def _run(self, job: RankTask) -> Passed | Skipped | Exited | Failed:
         start = time.monotonic()
         self._debugger.rank = job.rank
         watch = CallWatch()
@@ -191,6 +192,8 @@ class Worker:
                 unretrieved = test.unretrieved
         except steps.NO_ERRORS as exc:
             return Skipped(str(exc), xfail=isinstance(exc, pytest.xfail.Exception))
+        except pytest.exit.Exception as exc:
+            return Exited(str(exc), exc.returncode)
         except BaseException as exc:  # a test may raise anything: CancelledError, SystemExit, pytest.fail
             return self._failed(exc, job)._replace(calls=watch.calls())
         finally:

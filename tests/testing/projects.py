@@ -324,6 +324,17 @@ PACKAGE = {
 }
 
 
+EXIT = """
+    @pytest.mark.ranks(2)
+    async def test_exits(comm):
+        if comm.rank == 1:
+            pytest.exit("enough", 7)
+        await comm.barrier()
+
+    def test_after():
+        pass
+"""
+
 FOREVER = """
     @pytest.mark.ranks(2)
     async def test_forever(comm):

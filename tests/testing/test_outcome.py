@@ -9,7 +9,7 @@ import pytest
 
 from asynccomm import AbortedError, BrokenError, PeerLostError
 from asynccomm.testing.outcome import raise_outcome, uneven
-from asynccomm.testing.protocol import CommCalls, Died, Failed, Passed, RankWorld, Report, Skipped, TimedOut
+from asynccomm.testing.protocol import CommCalls, Died, Exited, Failed, Passed, RankWorld, Report, Skipped, TimedOut
 
 WORLD = RankWorld(2, "auto", "cpu", 60.0, {})
 
@@ -32,6 +32,12 @@ def test_all_ranks_decide() -> None:
         raise_outcome([Skipped("first"), Passed(0.1)], WORLD, "note")
     with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2 passed, but operations failed(.|\n)*\n  a Work\n"):
         raise_outcome([Passed(0.1), Passed(0.1, unretrieved=["a Work"])], WORLD, "note")
+
+
+def test_an_exit_on_one_rank_ends_the_run() -> None:
+    with pytest.raises(pytest.exit.Exception, match=r"^enough$") as caught:
+        raise_outcome([failed(by=1), Exited("enough", 3)], WORLD, "note")
+    assert caught.value.returncode == 3
 
 
 def failed(*kinds: type[BaseException], by: int | None = None) -> Failed:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Project, Run, running, wait_until
-from .projects import CONFTEST, END, FAIL, FOREVER, HEAD, MARKERS, PACKAGE, PASS, STRICT, WRONG
+from .projects import CONFTEST, END, EXIT, FAIL, FOREVER, HEAD, MARKERS, PACKAGE, PASS, STRICT, WRONG
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +207,14 @@ def test_selection(package: Project) -> None:
     assert list(package.run("-x", "-k", "explained or last").outcomes()) == [failing]
     again = package.run("--lf", "--collect-only", "-q").output.splitlines()
     assert [line for line in again if "::" in line] == [failing]
+
+
+def test_an_exit_on_a_rank_ends_the_run(tmp_path: Path) -> None:
+    run = Project(tmp_path, {"test_it.py": HEAD + EXIT}).run()
+    assert run.status == 7, run.output
+    assert "Exit: enough" in run.output
+    assert not run.outcomes()
+    assert run.childless
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])

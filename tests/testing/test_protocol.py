@@ -13,6 +13,7 @@ from asynccomm.testing.protocol import (
     DebuggerStop,
     Died,
     DumpStacks,
+    Exited,
     Failed,
     Filters,
     Passed,
@@ -62,6 +63,7 @@ MESSAGES = [
     StackDump("text"),
     Passed(0.5, [CALLS], ["<Work #1>"]),
     Skipped("reason"),
+    Exited("reason", 3),
     Failed("summary", "traceback", 0, "#1 barrier()", [CALLS]),
     Died("exited with code 3"),
     TimedOut("stacks"),
@@ -77,4 +79,4 @@ def test_round_trip(message: object) -> None:
 
 def test_reports() -> None:
     reports = [message for message in MESSAGES if isinstance(message, Report)]
-    assert [type(report) for report in reports] == [Passed, Skipped, Failed, Died, TimedOut]
+    assert [type(report) for report in reports] == [Passed, Skipped, Exited, Failed, Died, TimedOut]
