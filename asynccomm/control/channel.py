@@ -89,7 +89,15 @@ class ControlChannel:
         self._joiners: dict[str, Connection] = {}
         self.service: MembershipService = MembershipService(router, self._thread.loop, self)  #: on the control thread
         self.meetings: Meetings = Meetings(router)  #: on the control thread
-        self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.on_attached)
+        self._uplink = Uplink(
+            router,
+            tokens,
+            self._begin,
+            self._received,
+            self._ended,
+            self.service.on_attached,
+            lambda: self.service.asking,
+        )
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None
         self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged

@@ -43,6 +43,8 @@ from asynccomm.control.transport.schema import JsonObject, MessageError, decode,
 from asynccomm.control.transport.topology import Topology
 
 LATER: Final = 32  # ranks that are gone, or messages to all, for which no list of missed news is made anew
+FENCED: Final = "it was given up itself"
+SILENT: Final = "it was silent for {:.1f} s, and others go on without it"
 KEPT: Final = 4096  # messages that wait for a connection to the rank above
 
 
@@ -252,6 +254,8 @@ class Router:
 
     def refusal(self, rank: int) -> str:
         """Why ``rank`` may not connect to this node; empty: it may."""
+        if self.fenced:  # it knows nothing of the other ranks, and cannot give them up
+            return FENCED
         if rank == self.rank or rank not in self.topology.contacts:
             return f"the job has no other rank {rank}"
         # a rank that leaves together with this one may connect: the next root may learn of its leave from no other rank
@@ -424,7 +428,7 @@ class Router:
         """Declare the rank above lost if its last message is more than ``seconds`` old."""
         rank = self._up_rank
         if rank is not None and (silence := self.silence(rank)) is not None and silence > seconds:
-            self.declare_lost(rank, f"it was silent for {silence:.1f} s, and others go on without it")
+            self.declare_lost(rank, SILENT.format(silence))
 
     def leave(self) -> None:
         """Announce this rank's orderly leave; :attr:`leave_acknowledged` turns true with the last acknowledgement."""

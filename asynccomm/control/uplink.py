@@ -1,8 +1,10 @@
 """Connects a rank to the rank above it, which changes as ranks go, and detects ranks that do not listen any more.
 
 A rank that refuses connections has gone, or does not listen yet; it counts as lost only after ``REFUSED_SECONDS``. A
-rank on a host that cannot be reached counts as lost after ``REACH_SECONDS``. The root also checks the ranks that should
-be connected to it and are not: no other rank may have seen them go.
+rank on a host that cannot be reached counts as lost after ``REACH_SECONDS``. A rank that is stopped has its connections
+accepted by the system, and does not answer: it counts as lost after ``SILENT_SECONDS``, if this rank asks to go on
+without ranks. The root also checks the ranks that should be connected to it and are not: no other rank may have seen
+them go.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, final
 
-from asynccomm.control.router import Router
-from asynccomm.control.timing import REACH_SECONDS
+from asynccomm.control.router import FENCED, SILENT, Router
+from asynccomm.control.timing import HEARTBEAT_SECONDS, REACH_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect, listens
 from asynccomm.control.transport.schema import JsonObject
 
@@ -32,6 +34,7 @@ class Uplink:
         begin: starts a task, which the channel cancels when it ends.
         received, ended: callbacks of each connection, see :class:`connection.Connection`.
         attached: called after the router has a new connection.
+        asking: whether this rank waits for an agreement, which goes on without silent ranks.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Uplink:
         received: Callable[[Connection, JsonObject], object],
         ended: Callable[[Connection, str], object],
         attached: Callable[[], object],
+        asking: Callable[[], bool],
     ) -> None:
         self._router = router
         self._tokens = tokens
@@ -49,6 +53,7 @@ class Uplink:
         self._received = received
         self._ended = ended
         self._attached = attached
+        self._asking = asking
         self._connecting: asyncio.Task[None] | None = None
         self._search: asyncio.Task[None] | None = None
         self._unreached: dict[int, float] = {}  # by absent rank, the time of the first attempt without an answer
@@ -82,16 +87,12 @@ class Uplink:
         refused: dict[int, float] = {}  # by rank, the time of its first refusal
         while (above := router.above) is not None and router.up is None:
             try:
-                link = await connect(
-                    router.topology.contacts[above],
-                    self._same_host(above),
-                    self._tokens,
-                    router.rank,
-                    self._received,
-                    self._ended,
-                )
-            except PermissionError as exc:  # the others have declared this rank lost
-                router.fence(exc.strerror or "")
+                link = await self._reach(above)
+            except PermissionError as exc:
+                if exc.strerror == FENCED:
+                    router.declare_lost(above, FENCED)
+                    continue
+                router.fence(exc.strerror or "")  # the others have declared this rank lost
                 return
             except OSError as exc:
                 if not isinstance(exc, ConnectionRefusedError):
@@ -104,11 +105,44 @@ class Uplink:
                     continue
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
+            if link is None:
+                continue
             if above in router.gone:
                 link.close()
                 continue
             router.attach(above, link)
             self._attached()
+
+    async def _reach(self, above: int) -> Connection | None:
+        """Connect to ``above``; None: it is not above this rank any more, perhaps because it was silent for too long.
+
+        Raises: as ``connect``.
+        """
+        router, loop = self._router, asyncio.get_running_loop()
+        contact, local = router.topology.contacts[above], self._same_host(above)
+        silent = 0.0  # seconds, not by a clock: this rank itself may have been stopped meanwhile
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal silent, timer
+            silent += HEARTBEAT_SECONDS
+            if silent >= SILENT_SECONDS and self._asking():
+                router.declare_lost(above, SILENT.format(silent))
+            if router.above == above:
+                timer = loop.call_later(HEARTBEAT_SECONDS, look)
+            else:
+                limit.reschedule(loop.time())
+
+        timer = loop.call_later(HEARTBEAT_SECONDS, look)
+        try:
+            async with asyncio.timeout(None) as limit:
+                return await connect(contact, local, self._tokens, router.rank, self._received, self._ended)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return None
+        finally:
+            timer.cancel()
 
     def check_absent(self) -> None:
         """At the root: check whether the absent ranks still listen."""

@@ -48,6 +48,7 @@ from asynccomm.control.membership.messages import (
     View,
 )
 from asynccomm.control.runs import ParticipantId
+from asynccomm.core.hosts import PRETENDED
 from asynccomm.rendezvous import job as family_module
 from asynccomm.store.server import listen, serve
 from asynccomm.testing.local import loopback_world
@@ -1045,6 +1046,23 @@ async def survive(rank: int, backend: str, victims: list[int], signal_number: in
     return found
 
 
+async def survive_without_leaders(rank: int) -> list[Any]:
+    """The ranks that relay to the others, on each of two hosts, are stopped; the others do not wait for them."""
+    os.environ[PRETENDED] = "ab"[rank % 2]
+    comm = await new_comm("gloo", timeout=2)
+    await comm.barrier()
+    if rank < 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        new = await comm.shrink(timeout=20)
+    except LeftOutError as exc:
+        await comm.aclose()
+        return ["left out", str(exc)]
+    found = await _use(new)
+    await new.aclose()
+    return found
+
+
 async def stop_idle(rank: int, victim: int) -> list[Any]:
     """One rank stops while nothing is under way; the others go on, and are gone when it continues."""
     comm = await new_comm("shm", timeout=20)
@@ -1092,6 +1110,12 @@ def test_a_rank_that_is_stopped(nursery: Nursery, victim: int, agent: bool) -> N
     assert {rank: result[:2] for rank, result in found.items()} == {old: [new, left] for new, old in enumerate(left)}
     # who hears it from another one before its own deadline has the latter
     assert {result[2] for result in found.values()} <= {"CollectiveTimeoutError", "AbortedError"}
+
+
+def test_ranks_that_relay_to_others_are_stopped(nursery: Nursery) -> None:
+    found = nursery.run(survive_without_leaders, 4)
+    assert [found.pop(rank)[0] for rank in (0, 1)] == ["left out"] * 2
+    assert found == {2: [0, [2, 3]], 3: [1, [2, 3]]}
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from asynccomm.control.messages import ALL, Address, Body, MessageBatch, News, Presence, Request, RoutedMessage
-from asynccomm.control.router import Router
+from asynccomm.control.router import FENCED, Router
 from asynccomm.control.transport.framing import encode
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.topology import RankAddress, Topology
@@ -105,7 +105,10 @@ class Place:
         assert above is not None
         there = self.tree.places[above]
         if problem := there.router.refusal(self.rank):
-            self.router.fence(problem)
+            if problem == FENCED:
+                self.router.declare_lost(above, problem)
+            else:
+                self.router.fence(problem)
             return
         mine, theirs = End(self), End(there)
         mine.other, theirs.other = theirs, mine

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asynccomm.control import channel, uplink
-from asynccomm.control.router import Router
+from asynccomm.control.router import FENCED, Router
 from asynccomm.control.transport.connection import Connection, Tokens, end_connections
 from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.sockets import local_socket
@@ -53,8 +53,15 @@ class Slope:
         self.welcomed: list[tuple[Any, Connection]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.listeners: list[Listener] = []
+        self.asks = False
         self.uplink = Uplink(
-            self.router, self.tokens, self._begin, lambda *_: None, lambda link, how: None, self._attached
+            self.router,
+            self.tokens,
+            self._begin,
+            lambda *_: None,
+            lambda link, how: None,
+            self._attached,
+            lambda: self.asks,
         )
 
     def _begin(self, coroutine: Any) -> asyncio.Task[None]:
@@ -123,6 +130,50 @@ async def test_who_begins_to_listen_is_waited_for() -> None:
         assert await here.uplink.wait_connected(10)
         assert here.router.gone == {}
         assert here.attached == 1
+
+
+async def test_who_is_given_up_itself_gives_up_nobody() -> None:
+    async with slope(2) as here:
+        here.listen(0, refuses=FENCED)
+        here.listen(1)
+        assert await here.uplink.wait_connected(10)
+        assert here.router.gone == {0: FENCED}
+        assert not here.router.fenced
+        assert [who for who, _ in here.welcomed] == [2]
+
+
+@contextlib.asynccontextmanager
+async def stopped(here: Slope, rank: int) -> AsyncIterator[None]:
+    """The socket of a process that is stopped: the system accepts connections, and nobody answers."""
+    sock = local_socket(here.contacts[rank].local)
+    assert sock is not None
+    with sock:
+        sock.listen()
+        yield
+
+
+async def test_who_is_stopped_is_lost_once_this_rank_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(uplink, "SILENT_SECONDS", 0.03)
+    async with slope(2) as here, stopped(here, 0):
+        here.listen(1)
+        assert not await here.uplink.wait_connected(0.1)
+        assert here.router.gone == {}
+        here.asks = True
+        assert await here.uplink.wait_connected(10)
+        assert list(here.router.gone) == [0]
+        assert here.router.gone[0].startswith("it was silent for 0.")
+        assert [who for who, _ in here.welcomed] == [2]
+
+
+async def test_another_rank_above_ends_the_wait_for_one_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "HEARTBEAT_SECONDS", 0.01)
+    async with slope(2) as here, stopped(here, 0):
+        here.listen(1)
+        assert not await here.uplink.wait_connected(0.05)
+        here.router.declare_lost(0, "it was lost")
+        assert await here.uplink.wait_connected(10)
+        assert [who for who, _ in here.welcomed] == [2]
 
 
 async def test_who_cannot_be_reached_for_long_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,11 @@ class MembershipService:
             self._changed = None
 
     @property
+    def asking(self) -> bool:
+        """Whether this rank waits for an agreement."""
+        return any(each.participant.asking for each in self._participations.values())
+
+    @property
     def must_stay(self) -> bool:
         """Whether this rank holds a commit that other members may not have received."""
         return not self._router.fenced and any(not each.participant.can_leave for each in self._participations.values())
@@ -329,7 +334,7 @@ class MembershipService:
                 if silence is not None and silence > SILENT_SECONDS:
                     coordinator.silent(rank)
             self._advance(key)
-        if any(each.participant.asking for each in self._participations.values()):
+        if self.asking:
             self._router.expire_silent(SILENT_SECONDS)
 
     def close(self) -> None:

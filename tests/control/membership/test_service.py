@@ -25,7 +25,7 @@ from asynccomm.control.membership.messages import (
 )
 from asynccomm.control.membership.service import MembershipService
 from asynccomm.control.messages import Body, OrderMessage, ParticipantReport, Presence, ReportRequest
-from asynccomm.control.router import Router
+from asynccomm.control.router import FENCED, Router
 from asynccomm.control.runs import ParticipantId
 from asynccomm.control.transport.schema import dumps
 from asynccomm.control.transport.topology import RankAddress, Topology
@@ -151,6 +151,10 @@ class Job:
             self.climb(rank)
             return
         problem = chief.router.refusal(rank.router.rank)
+        if problem == FENCED:
+            rank.router.declare_lost(above, problem)
+            self.climb(rank)
+            return
         if problem:
             rank.router.fence(problem)
             return
