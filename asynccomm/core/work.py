@@ -37,6 +37,7 @@ from asynccomm.ops import Op
 from asynccomm.options import seconds
 
 UNNUMBERED = -1  # number of a Work before submission
+HOPS = 3  # turns of the loop from a Work's end until the tasks that await it have gone on
 GRACE = 2.0  # seconds past the deadline that wait() leaves to the loop to find the missing ranks
 
 T = TypeVar("T")
@@ -158,9 +159,15 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         """The operation's error or None, without waiting. Raises ``asyncio.InvalidStateError`` while pending."""
         if not self._done:
             raise asyncio.InvalidStateError(f"{self!r} is not done")
+        if self._finish is not None and not self.captured:
+            self._make_output()  # an object that cannot be decoded is an error, too
         if self._error is not None:
             self._error.observed = True
         return self._error
+
+    def cancelled(self) -> bool:
+        """False: only the tasks that await an operation can be cancelled. ``asyncio.wait`` asks."""
+        return False
 
     @property
     def duration(self) -> float | None:
@@ -387,6 +394,8 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
             self._mailbox.loop.call_soon(fn, self, context=context)
 
     def _outcome(self) -> T:
+        if self._finish is not None and not self.captured:
+            self._make_output()
         if self._error is not None:
             self._error.observed = True
             self._result()
@@ -395,12 +404,20 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
                 f"{self!r} is part of a CUDA graph: it runs when that is replayed; use wait() or wait_stream() while "
                 f"capturing, and wait for the replay"
             )
-        finish = self._finish
-        if finish is not None:
-            with _finishing:
-                if self._finish is not None:
-                    self._value, self._finish = finish(self._value), None
         return self._value  # type: ignore[no-any-return]
+
+    def _make_output(self) -> None:
+        """Make the output from the value of an operation that is done, unless another thread has; or set the error."""
+        with _finishing:
+            if (finish := self._finish) is None:
+                return
+            try:
+                self._value = finish(self._value)
+            except AsyncCommError as exc:
+                frames = exc.__traceback__
+                self._traceback = None if frames is None else frames.tb_next  # without this frame, which has the Work
+                self._error, self._value = exc, None
+            self._finish = None
 
     def __repr__(self) -> str:
         if not self._done:
@@ -416,7 +433,6 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         error = self._error
         if error is None or error.observed:
             return
-        error.observed = True  # a broken comm fails all its Works with one error: report it once
         report = {
             "message": f"{self!r}: the error was never retrieved",
             "exception": error,
@@ -424,7 +440,19 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         }
         loop = self._mailbox.loop
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-            loop.call_soon_threadsafe(loop.call_exception_handler, report)
+            loop.call_soon_threadsafe(_report, loop, report, HOPS)
+
+
+def _report(loop: asyncio.AbstractEventLoop, report: dict[str, Any], hops: int) -> None:
+    """Report an error, unless a task gets it within some turns of the loop: tasks await other Works that it failed."""
+    error = report["exception"]
+    if error.observed:
+        return
+    if hops:
+        loop.call_soon(_report, loop, report, hops - 1)
+        return
+    error.observed = True  # a broken comm fails all its Works with one error: report it once
+    loop.call_exception_handler(report)
 
 
 def _renew_lock() -> None:

@@ -40,11 +40,12 @@ from asynccomm.comm.in_flight import RECORDED, InFlight
 from asynccomm.comm.submission import COMPARED, Submitter
 from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.work import UNNUMBERED, Work
+from asynccomm.core.work import HOPS, UNNUMBERED, Work
 from asynccomm.ops import AllReduce, Barrier, Call, Gather, GroupedOp, Recv, Send, variable
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.local import loopback_world
 from tests.fake_streams import STREAM, Place
+from tests.waiting import until
 
 
 def hub_of(comm: Comm) -> Hub:
@@ -836,7 +837,7 @@ async def test_an_error_that_is_not_retrieved_is_reported_once() -> None:
         together(a, [misfit(a), barrier(a)])
         await together(b, [fitting(b), barrier(b)])
         gc.collect()
-        await asyncio.sleep(0)
+        await until(lambda: reports)
         assert [type(report["exception"]) for report in reports] == [PayloadError]
 
 
@@ -850,5 +851,6 @@ async def test_a_retrieved_error_is_not_reported() -> None:
             await work
         del work
         gc.collect()
-        await asyncio.sleep(0)
+        for _ in range(HOPS + 2):
+            await asyncio.sleep(0)
         assert reports == []

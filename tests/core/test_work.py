@@ -23,8 +23,8 @@ import uvloop
 from asynccomm.core import work as module
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.python_state import STREAK_AWAITS
-from asynccomm.core.work import Work
-from asynccomm.errors import AsyncCommError, BackendError, WouldBlockError
+from asynccomm.core.work import HOPS, Work
+from asynccomm.errors import AsyncCommError, BackendError, PayloadError, WouldBlockError
 from asynccomm.ops import AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
 from tests.fake_streams import STREAM, Place
@@ -726,6 +726,47 @@ async def test_looking_at_a_pending_work(bench: Bench) -> None:
 
 
 @on_both_loops
+async def test_output_that_cannot_be_made_is_the_error(bench: Bench) -> None:
+    tried = []
+
+    def finish(value: object) -> object:
+        tried.append(value)
+        raise PayloadError("it cannot be decoded")
+
+    settled: list[Work[Any]] = []
+    work: Work[Any] = Work(OP, 0, bench.mailbox, value=VALUE, timeout=1.0, finish=finish, on_settled=settled.append)
+    work.settle()
+    error = work.exception()
+    assert isinstance(error, PayloadError)
+    assert "failed: PayloadError" in repr(work)
+    for read in (outcome(work), asyncio.to_thread(work.wait)):
+        with pytest.raises(PayloadError) as caught:
+            await read
+        assert caught.value is error
+    assert work.exception() is error
+    assert tried == [VALUE]
+
+
+@on_both_loops
+async def test_a_wait_for_the_first_exception(bench: Bench) -> None:
+    """asyncio's types ask for futures; it needs no more than these methods."""
+    good, bad, pending = (bench.work() for _ in range(3))
+    waiting = asyncio.ensure_future(
+        asyncio.wait([good, bad, pending], return_when=asyncio.FIRST_EXCEPTION)  # type: ignore[type-var]
+    )
+    await turn()
+    good.settle()
+    await turn(4)
+    assert not waiting.done()
+    bad.settle(BackendError("cable cut"))
+    done, left = await asyncio.wait_for(waiting, 10)
+    assert (done, left) == ({good, bad}, {pending})
+    assert bench.reports == []
+    pending.settle()
+    bench.settled.clear()
+
+
+@on_both_loops
 async def test_looking_at_a_finished_work(bench: Bench) -> None:
     work = bench.done()
     assert work.done()
@@ -1016,7 +1057,7 @@ async def test_a_dropped_error_is_reported_once(bench: Bench) -> None:
     work = bench.done(error)
     del work
     gc.collect()
-    await turn(2)
+    await turn(HOPS + 2)
     assert [report["exception"] for report in bench.reports] == [error]
     assert "all_reduce(float32[4], SUM)" in bench.reports[0]["message"]
     assert "never retrieved" in bench.reports[0]["message"]
@@ -1029,7 +1070,7 @@ async def test_an_error_of_many_works_is_reported_once(bench: Bench) -> None:
     works.append(bench.done(other))
     del works
     gc.collect()
-    await turn(2)
+    await turn(HOPS + 2)
     assert len(bench.reports) == 2
     assert {report["exception"] for report in bench.reports} == {error, other}
 
@@ -1043,8 +1084,23 @@ async def test_a_dropped_error_is_reported_from_any_thread(bench: Bench) -> None
         gc.collect()
 
     await asyncio.to_thread(drop)
-    await turn(2)
+    await turn(HOPS + 2)
     assert len(bench.reports) == 1
+
+
+@on_both_loops
+async def test_an_error_that_a_waiting_task_gets_is_not_reported_for_another_work(bench: Bench) -> None:
+    error = BackendError("cable cut")
+    dropped, awaited = bench.work(), bench.work()
+    waiter = asyncio.ensure_future(outcome(awaited))
+    await turn()
+    dropped.settle(error)
+    bench.settled.clear()
+    del dropped
+    awaited.settle(error)
+    await turn(HOPS + 2)
+    assert waiter.done()
+    assert bench.reports == []
 
 
 async def _awaited(work: Work[Any]) -> None:
@@ -1074,7 +1130,7 @@ async def test_an_observed_error_is_not_reported(bench: Bench, look: Any) -> Non
     await look(work)
     del work, twin
     gc.collect()
-    await turn(2)
+    await turn(HOPS + 2)
     assert bench.reports == []
 
 
@@ -1089,7 +1145,7 @@ async def test_an_error_whose_only_waiter_was_cancelled_is_reported(bench: Bench
     bench.settled.clear()
     del work, waiter
     gc.collect()
-    await turn(2)
+    await turn(HOPS + 2)
     assert len(bench.reports) == 1
 
 
@@ -1098,7 +1154,7 @@ async def test_dropping_a_good_or_pending_work_says_nothing(bench: Bench) -> Non
     bench.done()
     bench.work()
     gc.collect()
-    await turn(2)
+    await turn(HOPS + 2)
     assert bench.reports == []
 
 
