@@ -241,6 +241,13 @@ class Launch:
         self._ending.set()
 
     async def _watch(self, rank: LaunchedRank) -> None:
+        """Wait for the end of a rank, and of the newcomers that take its place one after the other."""
+        current: LaunchedRank | None = rank
+        while current is not None:
+            current = await self._wait_for(current)
+
+    async def _wait_for(self, rank: LaunchedRank) -> LaunchedRank | None:
+        """Wait for the end of a rank; returns the newcomer that takes its place, if one does."""
         code = await rank.child.exited
         self._exits.add(rank.child.pid, code)
         failed = code != 0 and not self._sent.is_set()
@@ -260,11 +267,10 @@ class Launch:
             self._store.child.tell(b"%d\n" % rank.child.pid)
         if replaced and not self._ending.is_set():
             try:
-                newcomer = self._replace(rank)
+                return self._replace(rank)
             except (OSError, subprocess.SubprocessError) as exc:
                 self._terminal.say(f"no newcomer takes the place of rank {rank.number}: {exc}")
-            else:
-                await self._watch(newcomer)
+        return None
 
     def _go_on_without(self, lost: LaunchedRank) -> bool:
         """End an elastic run if too few ranks are left; otherwise, returns whether a newcomer is due."""

@@ -1,5 +1,6 @@
 """A run and its end, for good or bad; what ranks print is in test_rank_output.py."""
 
+import asyncio
 import contextlib
 import os
 import pty
@@ -9,8 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from asynccomm.cli.launch import Launch, LaunchedRank, LaunchOptions
+from asynccomm.cli.rank_output import RankOutput, Terminal
 
 # short sleeps: Python's handler of a signal that comes just before a sleep runs only after it
 ENDLESS = """
@@ -275,6 +280,42 @@ def test_restarts_are_counted_in_all(launcher) -> None:
     assert out.count("started 1") == 1
     assert err.count("takes its place") == 1
     assert err.count("are left") == 2
+
+
+async def test_a_place_may_be_taken_more_often_than_calls_may_nest(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class FakeChild:
+        stdout = stderr = None
+
+        def __init__(self, pid: int, code: int | None) -> None:
+            self.pid, self.alive = pid, code is None
+            self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            if code is not None:
+                self.exited.set_result(code)
+
+        def tell(self, line: bytes) -> None:
+            """As the store's process, which reads the pids."""
+
+        async def clear_group(self) -> None:
+            """No process is left."""
+
+    def spawn_rank(number: int, restart: int = 0) -> LaunchedRank:
+        child: Any = FakeChild(restart, 1 if restart < restarts else 0)
+        return LaunchedRank(number, child, RankOutput(terminal, number, b""), restart)
+
+    restarts, terminal = 2 * sys.getrecursionlimit(), Terminal()
+    options = LaunchOptions(size=2, command=(), run_id="", threads="1", elastic=True, restarts=restarts)
+    launch = Launch(options, terminal)
+    monkeypatch.setattr(launch, "_spawn_rank", spawn_rank)
+    endless: Any = FakeChild(0, None)
+    launch._ranks = [LaunchedRank(0, endless, RankOutput(terminal, 0, b"")), spawn_rank(1)]
+    launch._store = LaunchedRank(-1, endless, RankOutput(terminal, -1, b""))
+    await launch._watch(launch._ranks[1])
+    await terminal.drain()
+    launch._exits.close()
+    assert launch._ranks[1].restart == restarts
+    assert f"(restart {restarts} of {restarts})" in capfd.readouterr().err
 
 
 def test_no_newcomer_comes_when_all_others_have_ended(launcher) -> None:
