@@ -103,6 +103,7 @@ class Launch:
         self._ranks: list[LaunchedRank] = []
         self._store: LaunchedRank | None = None
         self._first: LaunchedRank | None = None  # the rank that ended the run, or was the first to fail
+        self._shortage = ""  # of ranks, which has ended an elastic run
         self._failed: list[LaunchedRank] = []  # by themselves, in the order of their ends
         self._restarts = 0
         self._exits = ExitRecords()
@@ -276,6 +277,8 @@ class Launch:
         """End an elastic run if too few ranks are left; otherwise, returns whether a newcomer is due."""
         left, options = sum(not rank.failure for rank in self._ranks), self._options
         if left < options.min_ranks:
+            few = f"{left} of {options.size} ranks {'is' if left == 1 else 'are'} left"
+            self._shortage = f"{few}, fewer than the {options.min_ranks} of --min-ranks" if left else "no rank is left"
             self._first = lost
             self._ending.set()
             return False
@@ -390,7 +393,7 @@ class Launch:
         if self._first is not None:
             tails = [(rank.number, rank.output.tail.lines()) for rank in self._failed]
             blamed = self._failed[culprit(tails, self._failed.index(self._first))]
-            self._report_failure(blamed, sum(bool(rank.failure) for rank in self._ranks))
+            self._report_failure(blamed)
         if self._signal is not None:
             return 128 + self._signal
         if blamed is not None:
@@ -399,13 +402,18 @@ class Launch:
             return self._elsewhere.code
         return 1 if self._store is not None and self._store.failure else 0
 
-    def _report_failure(self, rank: LaunchedRank, failed: int) -> None:
-        others = f" ({failed - 1} other{'s' * (failed > 2)} failed after it)" if failed > 1 else ""
+    def _report_failure(self, rank: LaunchedRank) -> None:
+        number = sum(bool(other.failure) for other in self._ranks if other.number != rank.number)
+        if self._options.elastic:  # the others may have failed before, while the run went on
+            order, failed = f", and {self._shortage}" if self._shortage else "", "failed, too"
+        else:
+            order, failed = " first", "failed after it"
+        others = f" ({number} other{'s' * (number > 1)} {failed})" if number else ""
         log = self._options.log_dir
         where = "" if log is None else f"; all of its output is in {log / log_name(rank.number, rank.restart)}"
         lines = excerpt(rank.output.tail.lines())
         end = "; the end of its stderr:" if lines else "; it wrote nothing to stderr"
-        self._terminal.say(f"rank {rank.number} failed first: it {describe_exit(rank.failure)}{others}{where}{end}")
+        self._terminal.say(f"rank {rank.number} failed{order}: it {describe_exit(rank.failure)}{others}{where}{end}")
         self._terminal.err.write(b"".join(b"[%d] %s\n" % (rank.number, line) for line in lines))
 
 

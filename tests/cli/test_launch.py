@@ -252,13 +252,41 @@ def test_an_elastic_run_goes_on_without_the_lost(launcher) -> None:
 def test_an_elastic_run_fails_when_too_few_are_left(launcher) -> None:
     code, _, err = launcher.run("run", "-n", "3", "--elastic", "--min-ranks", "3", launcher.script(FAILS), "1")
     assert code == 21
-    assert "rank 1 failed first: it ended with exit code 21" in err
+    assert "rank 1 failed, and 2 of 3 ranks are left, fewer than the 3 of --min-ranks: it ended with exit code" in err
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_the_report_of_an_elastic_run_tells_no_order_of_failures(launcher, restarts: int) -> None:
+    script = launcher.script("""
+        import os, sys, time
+        rank, restart = int(os.environ["RANK"]), os.environ.get("ASYNCCOMM_NEWCOMER", "0")
+        if rank == 0:
+            while not os.path.exists("end"):
+                time.sleep(0.01)
+        elif rank == 2:
+            from asynccomm.core.exit_records import recorded_exit
+            while not (os.path.exists(sys.argv[1]) and recorded_exit(int(open(sys.argv[1]).read()))):
+                time.sleep(0.01)
+            open("end", "w").close()
+        else:
+            with open("new", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename("new", restart)
+        sys.exit(10 + rank if rank else 0)
+    """)
+    elastic = ["--restart", "1"] if restarts else ["--elastic"]
+    code, _, err = launcher.run("run", "-n", "3", *elastic, "--min-ranks", "2", script, str(restarts))
+    assert code == 12
+    report = "rank 2 failed, and 1 of 3 ranks is left, fewer than the 2 of --min-ranks: it ended with exit code 12"
+    assert f"asynccomm: {report} (1 other failed, too); it wrote nothing to stderr\n" in err
+    assert err.count("takes its place") == restarts
 
 
 def test_an_elastic_run_fails_when_all_have_failed(launcher) -> None:
     code, _, err = launcher.run("run", "-n", "1", "--elastic", "--restart", "5", launcher.script("raise SystemExit(4)"))
     assert code == 4
-    assert "left" not in err, "a newcomer would have nobody to join"
+    assert "rank 0 failed, and no rank is left: it ended with exit code 4" in err
+    assert "takes its place" not in err, "a newcomer would have no comm to join"
 
 
 def test_newcomers_take_the_places_of_the_lost(launcher) -> None:
