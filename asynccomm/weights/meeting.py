@@ -123,7 +123,7 @@ class Meeting:
 
     async def replaced(self) -> None:
         """Wait until a newer publisher opens: this one may be lost, with keys that are left in the store."""
-        await self._room.wait([f"{self.publisher + 1}/open"], math.inf)
+        await replace(self, timeout=math.inf).find(self.publisher + 1)
 
     async def enter(self) -> int:
         """Ask to join the publisher; returns this server's number."""

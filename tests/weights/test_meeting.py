@@ -42,6 +42,20 @@ async def test_a_server_finds_the_newest_publisher() -> None:
         await (await place(MemoryStore(), 0.01)).find(1)
 
 
+async def test_a_publisher_is_replaced_also_after_one_that_was_lost_before_it_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    meeting = await place(MemoryStore())
+    await meeting.of(await meeting.register()).accept()
+    replaced = asyncio.ensure_future((await meeting.find(1)).replaced())
+    assert await meeting.register() == 2  # and is lost before it opens
+    await asyncio.sleep(0)
+    assert not replaced.done()
+    await meeting.of(await meeting.register()).accept()
+    await asyncio.wait_for(replaced, 10)
+
+
 async def test_servers_are_met_in_order_also_after_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     store = MemoryStore()
