@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm, reason_of
 from asynccomm.core.handles import Handle
-from asynccomm.errors import AsyncCommError, ClosedError, describe_exception
+from asynccomm.errors import AsyncCommError, ClosedError, RendezvousError, describe_exception
 from asynccomm.store.base import Store, within
 from asynccomm.weights.conversation import (
     SERVER,
@@ -205,7 +206,7 @@ class Updates(Handle, AsyncIterator[Update]):
     async def _join(self, meeting: Meeting) -> None:
         site, layout = self._site, self._staging.layout
         number = await meeting.enter()
-        lead = Conversation(await meeting.pair(0, number, SERVER), TRAINER, "trainer 0")
+        lead = await self._meet(meeting, 0, number)
         try:
             async with within(site.timeout):
                 welcome = await lead.hear(TrainerLayouts)
@@ -221,12 +222,26 @@ class Updates(Handle, AsyncIterator[Update]):
         self._links.append(TrainerLink(meeting, 0, lead, plans[0], welcome.bucket_bytes))
 
         async def connect(trainer: int) -> None:
-            talk = Conversation(await meeting.pair(trainer, number, SERVER), TRAINER, f"trainer {trainer}")
+            talk = await self._meet(meeting, trainer, number)
             self._links.append(TrainerLink(meeting, trainer, talk, plans[trainer], welcome.bucket_bytes))
 
         needed = [trainer for trainer, transfers in enumerate(plans) if trainer and transfers]
         await _all([asyncio.ensure_future(connect(trainer)) for trainer in needed])
         lead.say(Connected())
+
+    async def _meet(self, meeting: Meeting, trainer: int, number: int) -> Conversation:
+        """The conversation of server ``number`` with a trainer. Raises: RendezvousError, BackendError."""
+        began, limit = time.monotonic(), self._site.timeout
+        try:
+            comm = await meeting.pair(trainer, number, SERVER)
+        except RendezvousError as exc:
+            if time.monotonic() - began < limit:  # the trainer is there, and has refused
+                raise
+            missing = f"trainer {trainer} of publisher" if trainer else "publisher"
+            raise RendezvousError(
+                f"{missing} {self._site.name!r} did not answer within {limit:g} s; it may be lost"
+            ) from exc
+        return Conversation(comm, TRAINER, f"trainer {trainer}")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

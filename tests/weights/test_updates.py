@@ -11,9 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from asynccomm import AbortedError, ClosedError, MemoryStore
+from asynccomm import AbortedError, ClosedError, MemoryStore, RendezvousError
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing import loopback_world
 from asynccomm.weights import Publisher, PushAbandonedError, Server
+from asynccomm.weights.conversation import (
+    SERVER,
+    TRAINER,
+    Connected,
+    Conversation,
+    FinishedError,
+    LayoutOffer,
+    TrainerLayouts,
+)
+from asynccomm.weights.layout import collect
+from asynccomm.weights.meeting import Meeting
 from tests.forking import fork
 from tests.waiting import until
 
@@ -374,6 +386,46 @@ async def test_the_keys_of_a_lost_publisher_do_not_hold_a_server_up() -> None:
         async with publishers(comms, [state(1)], servers=1) as (publisher,):
             await publisher.push()
             await served.reached(1)
+
+
+@pytest.mark.parametrize(("lost", "words"), [(0, "publisher 'p'"), (1, "trainer 1 of publisher 'p'")])
+async def test_a_trainer_that_does_not_answer_is_named(lost: int, words: str) -> None:
+    store = MemoryStore()
+    meeting = await Meeting.open(store, "p", "loopback", torch.device("cpu"), 10, None)
+    meeting = meeting.of(await meeting.register())
+    await meeting.accept()
+    layouts = [collect({name: torch.zeros(1)}, CommInfo("t", 0, 1, torch.device("cpu"))).layout for name in "ab"]
+
+    async def welcome() -> None:
+        talk = Conversation(await meeting.pair(0, 1, TRAINER), SERVER, "server 1")
+        talk.say(TrainerLayouts(layouts, 1000))
+        await talk.hear(LayoutOffer)
+        with pytest.raises(FinishedError):
+            await talk.hear(Connected)
+        await talk.aclose()
+
+    welcoming = asyncio.ensure_future(welcome()) if lost else None
+    server = Server({name: torch.zeros(1) for name in "ab"}, name="p", store=store, timeout=0.5)
+    async with asyncio.timeout(LIMIT):
+        with pytest.raises(RendezvousError, match=rf"^{words} did not answer within 0\.5 s; it may be lost$") as caught:
+            await server.updates().__aenter__()
+        assert isinstance(caught.value.__cause__, RendezvousError)
+        if welcoming is not None:
+            await welcoming
+    await meeting.aclose()
+
+
+async def test_a_refusal_of_a_trainer_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise RendezvousError("backend differs")
+
+    monkeypatch.setattr(Meeting, "pair", refuse)
+    store = MemoryStore()
+    meeting = await Meeting.open(store, "weights", "loopback", torch.device("cpu"), 10, None)
+    await meeting.of(await meeting.register()).accept()
+    with pytest.raises(RendezvousError, match="backend differs"):
+        await Server(state(), store=store).updates().__aenter__()
+    await meeting.aclose()
 
 
 async def test_a_server_leaves_while_a_version_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
