@@ -14,6 +14,7 @@ import cloudpickle
 
 from asynccomm.cli.spawning import CALL, PATH, RankResult, result_file
 from asynccomm.comm.new_comm import new_comm
+from asynccomm.core.preemption import preemption
 from asynccomm.errors import BrokenError, describe_exception
 from asynccomm.runner import run
 
@@ -25,7 +26,11 @@ def main(directory: Path) -> int:
         fn, args, kwargs = cloudpickle.loads((directory / CALL).read_bytes())
         outcome = RankResult(run(_call(fn, args, kwargs)))
     except Exception as exc:
-        outcome = RankResult(None, exc, "".join(traceback.format_exception(exc)), _is_caused(exc))
+        outcome = _failure(exc, exc)
+    except BaseException as exc:  # sys.exit() or a cancellation: the caller would end, if ``spawn`` raised these there
+        if isinstance(exc, KeyboardInterrupt) or preemption.cancelled:  # a signal ends this rank
+            raise
+        outcome = _failure(exc, RuntimeError(f"fn ended by {describe_exception(exc)}"))
     try:
         data = cloudpickle.dumps(outcome)
         cloudpickle.loads(data)
@@ -50,6 +55,11 @@ async def _call(fn: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ..
         if not inspect.isawaitable(made):
             raise TypeError(f"fn must be a coroutine function, got {fn!r}, which returned {made!r}")
         return await made
+
+
+def _failure(exc: BaseException, error: Exception) -> RankResult:
+    """The outcome of a call that ended by ``exc``, for which ``spawn`` is to raise ``error``."""
+    return RankResult(None, error, "".join(traceback.format_exception(exc)), _is_caused(exc))
 
 
 def _is_caused(error: BaseException) -> bool:

@@ -76,7 +76,8 @@ def spawn(
         ValueError: ``size`` is not a positive integer.
         TypeError: ``fn`` is not callable, or is an async generator function; from a rank, ``fn`` returned no awaitable.
         Exception: the error of a rank, with its traceback as a note; of several, one that no other rank has caused.
-        RuntimeError: a rank gave no result, because it was killed, for example, or no result that can be pickled.
+        RuntimeError: a rank gave no result, because it was killed or called ``sys.exit()``, for example, or no result
+            that can be pickled.
         KeyboardInterrupt: after the ranks have ended; Ctrl-C cancels ``fn`` there.
     """
     ranks = as_index(size)

@@ -1,5 +1,8 @@
 """One rank of ``spawn``, in this process."""
 
+import asyncio
+import os
+import signal
 import sys
 import threading
 from functools import partial
@@ -13,6 +16,7 @@ from asynccomm import Comm, PeerLostError
 from asynccomm.cli import spawned_rank
 from asynccomm.cli.spawning import CALL, PATH, RankResult, result_file
 from asynccomm.comm.new_comm import new_comm
+from asynccomm.errors import describe_exception
 
 
 class Odd(Exception):
@@ -79,6 +83,30 @@ def test_the_outcome_appears_in_the_folder(
         assert words in str(error)
         assert type(error) is (LookupError if case == "error" else RuntimeError)
         assert words.split(" (")[0] in trace or case == "lock"
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("by itself"), SystemExit(3), BaseException("odd")], ids=repr)
+def test_an_end_by_no_error_is_named(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ends(comm: Comm) -> None:
+        raise error
+
+    outcome = outcome_of(ends, folder=tmp_path, monkeypatch=monkeypatch)
+    assert type(outcome.error) is RuntimeError
+    assert str(outcome.error) == f"fn ended by {describe_exception(error)}"
+    assert "in ends\n" in outcome.trace
+    assert type(error).__name__ in outcome.trace.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_outcome(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def waits(comm: Comm) -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(60)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+        outcome_of(waits, folder=tmp_path, monkeypatch=monkeypatch)
+    assert caught.type is (KeyboardInterrupt if number is signal.SIGINT else SystemExit)
+    assert not result_file(tmp_path, 0).exists()
 
 
 class AsyncCallable:
