@@ -22,6 +22,7 @@ from asynccomm.control.runs import ParticipantId
 from asynccomm.control.transport.schema import dumps, loads
 
 LEFT = "left"  # reported by a rank that has closed the comm
+PRESENCE = "presence"  # reported by a rank that has a new connection
 
 
 class Process:
@@ -147,6 +148,9 @@ class Job:
         chief = self.everybody[p.boss]
         assert chief.coordinator is not None
         said = p.up[p.boss].popleft()
+        if said == PRESENCE:
+            chief.coordinator.reattached(p.who)
+            return
         if said == dumps(LEFT):
             chief.coordinator.left(p.who)
         else:
@@ -253,10 +257,9 @@ class Job:
         p.up[p.boss].clear()
 
     def reattaches(self, p: Process) -> None:
+        """The coordinator can reach ``p`` again, before it reads that."""
         p.detached = False
-        chief = self.everybody[p.boss].coordinator
-        assert chief is not None
-        chief.reattached(p.who)
+        p.up[p.boss].append(PRESENCE)
         p.report()
 
     def is_silent(self, p: Process) -> None:

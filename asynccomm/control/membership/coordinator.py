@@ -119,6 +119,7 @@ class Coordinator:
         self._round: _Attempt | None = None
         self._rejected = Rejected(-1, "", False)
         self._attempt = 0  # the highest attempt sent in any order
+        self._retried: set[str] = set()  # keys of decisions that participants were ordered to drop
         # the last members that could not connect, and how often
         self._tries: tuple[tuple[ParticipantId, ...], int] = (), 0
 
@@ -158,15 +159,15 @@ class Coordinator:
             self._reports.silent.add(who)
 
     def reattached(self, who: ParticipantId) -> bool:
-        """Message that ``who`` has a new connection: orders that were sent before are lost, unless it has read them.
+        """Message that ``who`` may have a new connection: orders that were sent before may be lost, or may not be.
 
-        Returns: whether there may have been orders, so that ``who`` must be polled.
+        Returns: whether ``who`` is of the comm, and must report.
         """
         self._reports.reattached(who)
         if self._round is not None:
             for sent in (self._round.asked, self._round.told, self._round.over):
                 sent.discard(who)
-        return who in self._reports
+        return who in self._reports.ranks
 
     def advance(self, now: float) -> list[Letter]:
         """The messages to send now, in this order."""
@@ -214,6 +215,8 @@ class Coordinator:
             for decision in sorted(different, key=lambda d: (d.by, d.attempt), reverse=True):
                 if self._round is not None and (state is ParticipantState.PREPARED or decision == self._round.decision):
                     continue
+                if state is ParticipantState.PREPARED and decision.key in self._retried:
+                    continue  # reported before the order to retry was read, or the order is lost
                 if self._can_commit(decision, by_one=state is ParticipantState.COMMITTED):
                     if self._round is not None:
                         self._retry(self._round, f"rank {decision.by} has decided before", now, out)
@@ -382,6 +385,7 @@ class Coordinator:
 
     def _send_retry(self, who: ParticipantId, decision: View, why: str, now: float, out: list[Letter]) -> None:
         self._reports.withdraw(who, decision, now)
+        self._retried.add(decision.key)
         self._attempt = max(self._attempt, decision.attempt + 1)
         out.append((who, Retry(decision.key, decision.attempt + 1, why)))
 

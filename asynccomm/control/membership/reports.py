@@ -165,7 +165,7 @@ class Reports:
         self._retry_deadlines.setdefault(who, now + self._patience)
 
     def reattached(self, who: ParticipantId) -> None:
-        """Take the next report of ``who`` as it is: it has read all orders that reach it."""
+        """Take the next report of ``who`` with a withdrawn decision: the order to drop it may be lost."""
         self._withdrawn.pop(who, None)
 
     # -- queries ------------------------------------------------------------------------------------------------------

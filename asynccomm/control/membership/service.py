@@ -314,11 +314,11 @@ class MembershipService:
             self._report(key)
 
     def on_presence(self, rank: int) -> None:
-        """At the root: poll ``rank``, which has just connected, perhaps because a rank that relayed to it is lost."""
+        """At the root: poll ``rank``, which may have connected anew because a rank that relayed to it is lost."""
         if rank == self._router.rank:
             return
         for key, coordinator in self._coordinators.items():
-            if coordinator.reattached(rank) or self._router.rank != self._first_root:
+            if coordinator.reattached(rank):
                 self._poll(key, [rank])
 
     def tick(self) -> None:
@@ -328,14 +328,25 @@ class MembershipService:
         if now - before > SILENT_SECONDS / 2:  # this rank was stopped, and has unread messages
             self._router.reset_heartbeats()
             return
+        silent = self._silent() if self._coordinators else []
         for key, coordinator in list(self._coordinators.items()):
-            for rank in self._router.topology.contacts:
-                silence = self._router.silence(rank)
-                if silence is not None and silence > SILENT_SECONDS:
-                    coordinator.silent(rank)
+            for rank in silent:
+                coordinator.silent(rank)
             self._advance(key)
         if self.asking:
             self._router.expire_silent(SILENT_SECONDS)
+
+    def _silent(self) -> list[int]:
+        """The ranks that count as stopped. A rank behind one that is stopped has time to connect anew."""
+        router, found = self._router, list[int]()
+        for rank in router.topology.contacts:
+            silence = router.silence(rank)
+            if silence is None or silence <= SILENT_SECONDS:
+                continue
+            relays = router.topology.between(router.rank, rank, router.gone)
+            if silence > 2 * SILENT_SECONDS or not any((router.silence(r) or 0.0) > SILENT_SECONDS for r in relays):
+                found.append(rank)
+        return found
 
     def close(self) -> None:
         """Stop coordinating."""

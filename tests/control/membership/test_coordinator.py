@@ -260,6 +260,21 @@ def test_a_member_that_is_gone_before_the_commit_makes_it_try_again_without() ->
     assert chair.coordinator.decision.members == (0, 1)
 
 
+def test_reports_that_cross_the_order_to_retry_commit_nothing() -> None:
+    chair = Chair()
+    decision = chair.decide(0, 1, 2)
+    chair.hold(ParticipantState.PREPARED, decision, 0, 1)
+    chair.coordinator.silent(2)
+    assert [type(order) for _, order in chair.advance()] == [Retry] * 3
+    for who in range(3):  # over the new connections, which the coordinator hears of later
+        assert chair.coordinator.reattached(who)
+        stale = StatusReport(ParticipantState.PREPARED, decision.attempt, decision=decision)
+        chair.coordinator.on_report(who, stale, chair.now)
+    again = [(who, Retry(decision.key, 1, "rank 0, which decided, has not seen it through")) for who in range(3)]
+    assert chair.advance() == again
+    assert chair.decide(0, 1, 2, attempt=1).members == (0, 1, 2)
+
+
 def test_a_member_that_is_gone_after_the_commit_changes_nothing() -> None:
     chair = Chair(2)
     chair.want(0, 1)

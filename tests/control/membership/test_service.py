@@ -27,6 +27,7 @@ from asynccomm.control.membership.service import MembershipService
 from asynccomm.control.messages import Body, OrderMessage, ParticipantReport, Presence, ReportRequest
 from asynccomm.control.router import FENCED, Router
 from asynccomm.control.runs import ParticipantId
+from asynccomm.control.timing import SILENT_SECONDS
 from asynccomm.control.transport.schema import dumps
 from asynccomm.control.transport.topology import RankAddress, Topology
 
@@ -412,6 +413,39 @@ async def test_the_rank_that_relays_to_another_one_dies(when: str) -> None:
         await until(lambda: all(rank.members == (0, 1, 3) for rank in survivors))
         assert last.decision == job.ranks[0].decision != first
         await commit(survivors)
+    job.close()
+
+
+async def test_a_withdrawal_that_was_lost_with_its_relay_is_asked_for() -> None:
+    job = Job(4, hosts="aabb")
+    relay, last = job.ranks[2:]
+    for rank in job.ranks[:2]:
+        rank.ask()
+    relay.stopped = True
+    last.service.withdraw(KEY)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    relay.die()
+    await heard(job.ranks[:2], Prepare)
+    assert job.ranks[0].members == (0, 1)
+    job.close()
+
+
+async def test_a_rank_behind_one_that_is_stopped_has_time_to_connect_anew() -> None:
+    job = Job(4, hosts="aabb")
+    for rank in job.ranks[:2]:
+        rank.ask()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    root = job.ranks[0]
+    for silent in (2, 3):
+        root.router.last_heard[silent] -= SILENT_SECONDS + 1
+    root.service.tick()
+    assert root.service._coordinators[KEY].decision is None
+    root.router.last_heard[3] -= SILENT_SECONDS
+    root.service.tick()
+    await heard(job.ranks[:2], Prepare)
+    assert root.members == (0, 1)
     job.close()
 
 
