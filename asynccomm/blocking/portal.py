@@ -150,6 +150,11 @@ class Portal:
         portal = loops().__enter__()
         self.loop: Final = loop_of(portal) if loop is None else loop
 
+    @property
+    def in_child(self) -> bool:
+        """Whether this process is a forked child of the one that has the loop."""
+        return self._process != os.getpid()
+
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """``run_on`` this loop.
 
@@ -165,7 +170,7 @@ class Portal:
 
     def leave_soon(self, function: Callable[[], Awaitable[object]]) -> None:
         """Begin ``function()`` on this loop without waiting, and give up the hold at its end."""
-        if self._process != os.getpid():
+        if self.in_child:
             return
 
         async def called() -> None:
@@ -176,7 +181,7 @@ class Portal:
 
     def check(self) -> None:
         """Raise ClosedError if the loop has ended, or is in the parent of this process."""
-        if self._process != os.getpid():
+        if self.in_child:
             raise ClosedError("this comm belongs to the parent process: a forked child cannot use it")
         if not self.held:
             raise ClosedError("this comm is closed")
@@ -184,5 +189,5 @@ class Portal:
     def release(self) -> None:
         """Give up the hold. Idempotent; does nothing in a forked child."""
         held, self.held = self.held, False
-        if held and self._process == os.getpid():
+        if held and not self.in_child:
             loops().__exit__(None, None, None)

@@ -50,7 +50,8 @@ class Twin(Generic[A]):
     def close(self) -> None:
         """Leave the context of the original, and block until that is done. Idempotent.
 
-        An exception that interrupts the call (Ctrl-C) cancels it: a comm is aborted then.
+        An exception that interrupts the call (Ctrl-C) cancels it: a comm is aborted then. A forked child closes
+        nothing: the original is its parent's.
         """
         self._end(lambda: self._leave(None))
 
@@ -82,6 +83,9 @@ class Twin(Generic[A]):
 
     def _end(self, end: Callable[[], Awaitable[None]]) -> None:
         if not self._portal.held:
+            return
+        if self._portal.in_child:  # the original is its parent's
+            self._portal.release()
             return
         refuse_on_a_loop()  # before the end: the original stays open, and may be closed elsewhere
         try:

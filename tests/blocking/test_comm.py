@@ -225,7 +225,7 @@ def test_a_forgotten_comm_warns_and_its_loop_ends() -> None:
     asyncio.run(until(loop.is_closed))
 
 
-def test_a_forked_child_gets_an_error() -> None:
+def test_a_forked_child_gets_errors_and_closes_nothing() -> None:
     with blocking.new_comm(alone=True) as comm:
         child = os.fork()
         if child == 0:
@@ -235,6 +235,9 @@ def test_a_forked_child_gets_an_error() -> None:
                     comm.ready()
                 with pytest.raises(asynccomm.ClosedError):
                     comm.barrier()
+                with comm:
+                    pass
+                comm.close()
                 with blocking.new_comm(alone=True, name="own") as own:
                     fine = own.all_reduce(torch.ones(1)).wait().item() == 1
             finally:

@@ -81,6 +81,7 @@ def forking_program() -> None:
                 for call in calls:
                     with pytest.raises(ClosedError, match="forked"):
                         call()
+                queue.close()
                 refused = True
             finally:
                 os._exit(0 if refused else 1)
