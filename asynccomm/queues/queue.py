@@ -40,8 +40,8 @@ class MessageQueue(Handle, AsyncIterator[Any]):
     """One end of a queue; made by ``comm.queue`` and ``asynccomm.attach_queue``.
 
     A writer puts items, and a reader gets them; a call of the other kind raises RuntimeError. All methods without
-    ``_sync`` belong to the event loop that made the queue. ``async with`` closes the queue. The calls
-    raise ClosedError in a forked child.
+    ``_sync`` belong to the event loop that made the queue. ``async with`` closes the queue. In a forked child,
+    putting and getting items, and waiting for readers, raise ClosedError.
 
     A put is acknowledged when its call or await returns: the item is in memory that its readers share. Each of them
     gets the item, also if the writer is killed, unless the reader itself is lost, or the queue drops its oldest items.

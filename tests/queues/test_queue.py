@@ -27,7 +27,7 @@ from asynccomm import (
     attach_queue,
 )
 from asynccomm.core.hosts import host_name
-from tests.forking import fork
+from tests.forking import ending_child, exit_code, fork
 from tests.queues.rings import hosted, readers_of
 from tests.waiting import until
 
@@ -52,13 +52,11 @@ async def test_a_forked_child_leaves_a_queue_to_its_parent() -> None:
         (reader,) = await readers_of(queue, 1)
         pid = fork()
         if pid == 0:
-            try:
+            with ending_child():
                 await queue.aclose()
                 await reader.aclose()
                 queue.leave(failed=True)
-            finally:
-                os._exit(0)
-        await asyncio.to_thread(os.waitpid, pid, 0)
+        assert await asyncio.to_thread(exit_code, pid) == 0
         with pytest.raises(asyncio.QueueEmpty):
             reader.get_nowait()
         await queue.put("item")
@@ -105,17 +103,15 @@ async def in_child(calls: Callable[[], Coroutine[Any, Any, list[str]]], *, own_l
     read, write = os.pipe()
     pid = fork()
     if pid == 0:
-        try:
+        with ending_child():
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)  # ends the child if a call waits
             results = asyncio.run(calls()) if own_loop else await calls()
             os.write(write, "\n".join(set(results)).encode())
-        finally:
-            os._exit(0)
     os.close(write)
     with open(read) as results_of_child:
         text = await asyncio.to_thread(results_of_child.read)
-    await asyncio.to_thread(os.waitpid, pid, 0)
+    assert await asyncio.to_thread(exit_code, pid) == 0
     return set(text.split("\n"))
 
 
@@ -173,7 +169,8 @@ async def test_a_forked_child_attaches_by_the_handle() -> None:
                 return [await reader.get()]
 
         child = asyncio.ensure_future(in_child(read, own_loop=True))
-        await queue.wait_readers(1)
+        async with asyncio.timeout(20):  # the child may fail before it attaches
+            await queue.wait_readers(1)
         await queue.put("item")
         assert await child == {"item"}
 
