@@ -23,7 +23,9 @@ def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> Non
     """
     for report in reports:
         if isinstance(report, Exited):
-            raise pytest.exit.Exception(report.reason, report.code)
+            # the end of the run leaves no report of the test: its failures are told here
+            failed = [_describe(rank, each, world, False) for rank, each in enumerate(reports) if _is_own_failure(each)]
+            raise pytest.exit.Exception("\n\n".join([report.reason, *failed]), report.code)
     skipped = [report for report in reports if isinstance(report, Skipped)]
     if len(skipped) == len(reports):
         expected = [report for report in skipped if report.xfail]
@@ -46,6 +48,11 @@ def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> Non
     if skipped:
         parts.insert(0, f"only {len(skipped)} of {world.size} ranks skipped the test; all have to, or none")
     raise _failure_of(reports)("\n\n".join([*parts, note]), pytrace=False)
+
+
+def _is_own_failure(report: Report) -> bool:
+    """Whether the rank failed or died, other than by the failure of another rank."""
+    return isinstance(report, Died) or (isinstance(report, Failed) and report.aborted_by is None)
 
 
 def _set_text(failure: Any, text: str, pytrace: bool) -> None:

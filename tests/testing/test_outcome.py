@@ -40,6 +40,16 @@ def test_an_exit_on_one_rank_ends_the_run() -> None:
     assert caught.value.returncode == 3
 
 
+def test_an_exit_tells_the_failures_of_other_ranks() -> None:
+    with pytest.raises(pytest.exit.Exception) as caught:
+        raise_outcome(
+            [failed(KeyError), Exited("enough", 3), failed(by=1), Died("was killed")],
+            RankWorld(4, "auto", "cpu", 60.0, {}),
+            "note",
+        )
+    assert caught.value.msg == "enough\n\nrank 0 of 4 failed: summary\ntraceback\n\nrank 3 of 4 was killed"
+
+
 def failed(*kinds: type[BaseException], by: int | None = None) -> Failed:
     return Failed("summary", "traceback", by, None, kinds=pickle.dumps(kinds))
 
