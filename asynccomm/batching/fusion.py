@@ -157,13 +157,12 @@ def _numel(parts: Sequence[Submission]) -> int:
 
 
 def _layout(parts: Sequence[Submission]) -> int:
-    """The layout of a fused operation: from each part's size, layout, dtype and label."""
+    """The layout of a fused operation: from each part's size, layout, dtype, label and method."""
     numbers: list[int] = []
     for part in parts:
         op: Any = part.op
         numbers.append(op.nbytes)
         numbers.append(op.layout)
         numbers.append(CODES[op.dtype])
-        if op.label:
-            numbers.append(zlib.crc32(op.label.encode()))
+        numbers += [zlib.crc32(text.encode()) for text in (op.label, op.method) if text]
     return layout_of(numbers)

@@ -30,7 +30,8 @@ class Op:
     which needs an explicit ``field()``: the property would otherwise become its default.
 
     ``label`` is the ``tag`` argument of a collective; empty if the call gave none. Point-to-point operations have no
-    label: their tags are numbers with another meaning.
+    label: their tags are numbers with another meaning. ``method`` is the method of the call where texts and errors show
+    it instead of the kind; ranks compare it.
     """
 
     kind: ClassVar[str]
@@ -40,11 +41,12 @@ class Op:
     replicates: ClassVar[bool] = False  #: whether all ranks' tensors become equal to the root's
     one_sided: ClassVar[bool] = False  #: whether some ranks may use memory of which the other ranks do not know
     label: str = field(default="", kw_only=True)
+    method: str = field(default="", kw_only=True)
 
     @property
     def name(self) -> str:
-        """The kind, or the method where several methods have operations of one kind: for texts and profiles."""
-        return self.kind
+        """The method if the operation names one, else the kind: for texts and profiles."""
+        return self.method or self.kind
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +129,7 @@ class TensorOp(Op):
     def __str__(self) -> str:
         root = () if self.root is None else (f"root={self.root}",)
         reduction = () if self.reduction is None else (self.reduction,)
-        return self.shown(self.kind, described(self), *root, *reduction)
+        return self.shown(self.name, described(self), *root, *reduction)
 
 
 class PeerOp(Op):
@@ -223,6 +225,10 @@ class Call(NamedTuple):
         op = self.op
         assert not op.p2p, f"{op} cannot have a label"
         return self._replace(op=replace(op, label=check_label(tag)))  # equal calls may share one operation
+
+    def named(self, method: str) -> Call:
+        """This call, with ``method`` in its operation; ``ops.signature`` lists the methods of each kind."""
+        return self._replace(op=replace(self.op, method=method))
 
 
 class Several(NamedTuple):

@@ -46,10 +46,10 @@ class ToAll:
     sizes: list[int]  #: the number of tokens of each rank
 
     def forth(self, rows: Tensor) -> Call:
-        return dims.all_gather_v(self.group, None, rows, self.sizes, 0)
+        return dims.all_gather_v(self.group, None, rows, self.sizes, 0).named("dispatch")
 
     def back(self, rows: Tensor) -> Call:
-        return dims.reduce_scatter_v(self.group, None, rows, self.sizes, ReduceOp.SUM, 0)
+        return dims.reduce_scatter_v(self.group, None, rows, self.sizes, ReduceOp.SUM, 0).named("combine")
 
 
 @final
@@ -65,11 +65,11 @@ class ToExperts:
     def forth(self, rows: Tensor) -> Call:
         room = empty(rows, [len(self.route.tokens), *rows.shape[1:]])
         call = dims.all_to_all_v_single(self.group, None, room, self.receives, self.route.sends)
-        return call._replace(copies=((partial(_select, room, self.route.tokens), rows),))
+        return call.named("dispatch")._replace(copies=((partial(_select, room, self.route.tokens), rows),))
 
     def back(self, rows: Tensor) -> Call:
         call = dims.all_to_all_v_single(self.group, None, rows, self.route.sends, self.receives)
-        return call._replace(finish=self._sum)
+        return call.named("combine")._replace(finish=self._sum)
 
     def _sum(self, rows: Tensor) -> Tensor:
         with torch.no_grad():
@@ -193,7 +193,7 @@ def _to_all(
     group: CommInfo, tensors: list[Tensor], sizes: Sequence[SupportsIndex] | None, link: Link | None, note: str
 ) -> Call:
     if sizes is not None:
-        call = lists.all_gather_v(group, None, tensors, sizes, 0)
+        call = lists.all_gather_v(group, None, tensors, sizes, 0).named("dispatch")
         counts = check_sizes("sizes", sizes, group.size)
         op = call.op
         if note:  # nothing but the operation is compared
@@ -201,7 +201,7 @@ def _to_all(
             op = replace(op, layout=layout_of([op.layout, zlib.crc32(note.encode())]))
         return call._replace(op=op, finish=lambda received: _as_received(group, link, received, counts))
     finish = partial(_as_received, group, link)
-    return variable.exchange(group, "dispatch_to_all", [tensors], finish, note, shared=True)
+    return variable.exchange(group, "dispatch", [tensors], finish, note, shared=True, form="routing=None")
 
 
 def _as_received(group: CommInfo, link: Link | None, received: Sequence[Tensor], counts: list[int]) -> Dispatched:

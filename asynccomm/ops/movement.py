@@ -248,14 +248,16 @@ class AllToAll(Op):
     def of_sender(self, nbytes: int, rank: int) -> str:
         """The operation of a rank that has ``nbytes`` for ``rank``, for errors."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"all_to_all({dtype}, sends {nbytes // self.dtype.itemsize} elements to rank {rank})"
+        return f"{self.name}({dtype}, sends {nbytes // self.dtype.itemsize} elements to rank {rank})"
 
     def fits(self, other: Op) -> bool:
-        return type(other) is AllToAll and self.dtype == other.dtype and self.label == other.label
+        if type(other) is not AllToAll:
+            return False
+        return (self.dtype, self.label, self.method) == (other.dtype, other.label, other.method)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return self.shown("all_to_all", dtype, f"sends {list(self.sends)}", f"receives {list(self.receives)}")
+        return self.shown(self.name, dtype, f"sends {list(self.sends)}", f"receives {list(self.receives)}")
 
 
 @final

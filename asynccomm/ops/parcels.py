@@ -50,6 +50,7 @@ class Parcels(Op):
         shared: True: a rank sends one parcel, to all receiving ranks; False: it sends a parcel to each rank.
         giver: the only sending rank; None: all ranks send.
         taker: the only receiving rank; None: all ranks receive.
+        form: an argument that tells the call from other calls of the method, as texts show it.
     """
 
     kind = "parcels"
@@ -59,10 +60,7 @@ class Parcels(Op):
     shared: bool = True
     giver: int | None = None
     taker: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.method
+    form: str = ""
 
     def gives(self, rank: int) -> bool:
         """Whether ``rank`` sends."""
@@ -74,7 +72,8 @@ class Parcels(Op):
 
     def __str__(self) -> str:
         root = self.giver if self.giver is not None else self.taker
-        return self.shown(self.name, *(() if root is None else (f"root={root}",)))
+        form = (self.form,) if self.form else ()
+        return self.shown(self.name, *form, *(() if root is None else (f"root={root}",)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +84,6 @@ class PeerParcel(PeerOp):
     peer: int | None
     tag: int
     channel: MessageSpace = MessageSpace.OBJECTS
-
-    @property
-    def name(self) -> str:
-        return self.method
 
     @property
     def key(self) -> int:

@@ -1,13 +1,14 @@
 """A collective in two 64-bit words, so that ranks can compare their collectives cheaply.
 
 The words hold all parts that must agree (kind, dtype, reduction, root, layout; number of elements; tag), and can be
-turned back into a description, for the error if they differ. From the lowest bit on, the first word is::
+turned back into a description, for the error if they differ. An operation with a method of its own has a kind of its
+own. From the lowest bit on, the first word is::
 
     kind 7   tagged 1   dtype 8   reduction 4   root 20   layout 24
 
 Ranks and reductions count from 1; 0 means none. The second word is the number of elements. A collective with parcels
 has a bit for ``shared`` in place of dtype and reduction; its root is the giver, and its taker takes the place of the
-layout. Its second word is a hash of the method's name.
+layout. Its second word is a hash of the method's name and form.
 
 A hash of the tag is XORed into the 24 highest bits of the second word. These bits are 0 for less than 2**40 elements,
 so both parts can be read back. With more elements an error may state both wrongly, but every difference that is
@@ -48,21 +49,29 @@ from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 Signature = tuple[int, int]
 
-_KINDS: Final[tuple[type[Op], ...]] = (
-    Barrier,
-    AllReduce,
-    Broadcast,
-    Reduce,
-    AllGather,
-    AllGatherSingle,
-    ReduceScatter,
-    ReduceScatterSingle,
-    Scatter,
-    Gather,
-    AllToAllSingle,
-    AllToAll,
-    Parcels,
+_KINDS: Final[tuple[tuple[type[Op], str], ...]] = (
+    (Barrier, ""),
+    (AllReduce, ""),
+    (Broadcast, ""),
+    (Reduce, ""),
+    (AllGather, ""),
+    (AllGatherSingle, ""),
+    (ReduceScatter, ""),
+    (ReduceScatterSingle, ""),
+    (Scatter, ""),
+    (Gather, ""),
+    (AllToAllSingle, ""),
+    (AllToAll, ""),
+    (Parcels, ""),  # their second word has the method
+    (AllGather, "dispatch"),
+    (AllGatherSingle, "dispatch"),
+    (AllToAll, "dispatch"),
+    (ReduceScatter, "combine"),
+    (ReduceScatterSingle, "combine"),
+    (AllToAll, "combine"),
 )
+_NUMBERS: Final = {kind: number for number, kind in enumerate(_KINDS)}
+_PARCELS: Final = _NUMBERS[Parcels, ""]
 _DTYPES: Final = tuple(sorted(BY_NAME.values(), key=str))
 _REDUCTIONS: Final = tuple(RedOpType)
 _DTYPE: Final = 8  # the lowest bit of each field
@@ -75,9 +84,9 @@ _KIND: Final = _TAGGED - 1  # the bits of the kind
 _TAG: Final = 40  # the lowest bit of the tag's hash in the second word
 REMEMBERED: Final = 4096  # cached tags, for errors: a program may use any number of tags
 # the caches below grow with the number of different calls in a program
-_codes: dict[tuple[type[Op], torch.dtype, RedOpType | None, int | None], int] = {}
-_hashes: dict[str, int] = {}
-_names: dict[int, str] = {}  # the names that were hashed
+_codes: dict[tuple[type[Op], str, torch.dtype, RedOpType | None, int | None], int] = {}
+_hashes: dict[tuple[str, str], int] = {}
+_names: dict[int, tuple[str, str]] = {}  # the methods and forms that were hashed
 _tag_hashes: dict[str, int] = {}
 _tags: dict[int, str] = {}  # the tags that were hashed
 
@@ -86,7 +95,7 @@ def signature(op: Op) -> Signature:
     """The two words of ``op``; equal on two ranks if ``op.fits`` the other's, as far as one rank can decide."""
     if isinstance(op, TensorOp):
         reduction = op.reduction
-        key = (type(op), op.dtype, None if reduction is None else reduction.type, op.root)
+        key = (type(op), op.method, op.dtype, None if reduction is None else reduction.type, op.root)
         code = _codes.get(key)
         if code is None:
             code = _codes[key] = _code(*key)
@@ -96,9 +105,9 @@ def signature(op: Op) -> Signature:
     elif isinstance(op, Parcels):
         code, second = _of_parcels(op)
     elif isinstance(op, AllToAll):
-        code, second = _code(AllToAll, op.dtype), 0
+        code, second = _code(AllToAll, op.method, op.dtype), 0
     else:
-        code, second = _KINDS.index(type(op)), 0
+        code, second = _NUMBERS[type(op), op.method], 0
     if op.label:
         return code | _TAGGED, second ^ _hash_of_tag(op.label) << _TAG
     return code, second
@@ -113,8 +122,10 @@ def signature_of(ops: Sequence[Op]) -> Signature:
     return int.from_bytes(digest[:8]), int.from_bytes(digest[8:])
 
 
-def _code(kind: type[Op], dtype: torch.dtype, reduced: RedOpType | None = None, root: int | None = None) -> int:
-    code = _KINDS.index(kind) | _DTYPES.index(dtype) << _DTYPE
+def _code(
+    kind: type[Op], method: str, dtype: torch.dtype, reduced: RedOpType | None = None, root: int | None = None
+) -> int:
+    code = _NUMBERS[kind, method] | _DTYPES.index(dtype) << _DTYPE
     if root is not None:
         code |= (root + 1) << _ROOT
     if reduced is not None:
@@ -135,11 +146,12 @@ def _hash_of_tag(tag: str) -> int:
 
 
 def _of_parcels(op: Parcels) -> Signature:
-    hashed = _hashes.get(op.method)
+    name = op.method, op.form
+    hashed = _hashes.get(name)
     if hashed is None:
-        hashed = _hashes[op.method] = zlib.crc32(op.method.encode())
-        _names[hashed] = op.method
-    code = _KINDS.index(Parcels)
+        hashed = _hashes[name] = zlib.crc32("".join(name).encode())
+        _names[hashed] = name
+    code = _PARCELS
     if op.shared:
         code |= _SHARED
     if op.giver is not None:
@@ -153,7 +165,7 @@ def differing_layout(one: Signature, other: Signature) -> bool:
     """Whether two operations on tensors differ only in the layout of their shares."""
     low = (1 << _LAYOUT) - 1
     same = one[1] == other[1] and one[0] & low == other[0] & low
-    return same and one != other and one[0] & _KIND != _KINDS.index(Parcels)
+    return same and one != other and one[0] & _KIND != _PARCELS
 
 
 def describe(words: Signature) -> str:
@@ -170,15 +182,15 @@ def describe(words: Signature) -> str:
 def _describe(code: int, second: int) -> str:
     """As ``describe``, for words without a tag."""
     try:
-        kind = _KINDS[code & _KIND]
+        kind, method = _KINDS[code & _KIND]
         if kind is Barrier:
             return str(Barrier())
         if kind is Parcels:
             return _describe_parcels(code, second)
         dtype = _DTYPES[code >> _DTYPE & 0xFF]
         if kind is AllToAll:
-            return f"all_to_all({str(dtype).removeprefix('torch.')})"
-        fields: dict[str, Any] = {"dtype": dtype, "numel": second, "layout": code >> _LAYOUT}
+            return f"{method or AllToAll.kind}({str(dtype).removeprefix('torch.')})"
+        fields: dict[str, Any] = {"method": method, "dtype": dtype, "numel": second, "layout": code >> _LAYOUT}
         root = code >> _ROOT & 0xFFFFF
         if root:
             fields["root"] = root - 1
@@ -192,6 +204,7 @@ def _describe(code: int, second: int) -> str:
 
 
 def _describe_parcels(code: int, hashed: int) -> str:
-    name = _names.get(hashed, "another method for objects or uneven tensors")  # this rank has not called the method
+    # the names lack a method that this rank has not called
+    name, form = _names.get(hashed, ("another method for objects or uneven tensors", ""))
     giver, taker = (code >> _ROOT & 0xFFFFF) - 1, (code >> _LAYOUT) - 1
-    return str(Parcels(name, bool(code & _SHARED), giver if giver >= 0 else None, taker if taker >= 0 else None))
+    return str(Parcels(name, bool(code & _SHARED), giver if giver >= 0 else None, taker if taker >= 0 else None, form))

@@ -79,6 +79,7 @@ def exchange(
     note: str,
     *,
     shared: bool,
+    form: str = "",
 ) -> Call:
     """Send rows of several tensors: one share for all ranks, or one for each rank; all tensors of a share have as many.
 
@@ -86,11 +87,13 @@ def exchange(
         shares: read when the operation takes effect.
         finish: makes the result of the tensors of all received rows, in rank order, and the number from each rank.
         note: must be equal on all ranks.
+        form: the field of ``Parcels``.
     """
     own = shares[0] if shared else shares[group.rank]
     joined = _Concatenated(group, None, own, [0] * len(own), note=note)
     expected = sum([tensor.nbytes for tensor in own])
-    return joined.call(Parcels(method, shared=shared), shares, lambda it: finish(it.outputs(), it.extents()), expected)
+    op = Parcels(method, shared=shared, form=form)
+    return joined.call(op, shares, lambda it: finish(it.outputs(), it.extents()), expected)
 
 
 def _check_output(group: CommInfo, name: str, output: Tensor, like_name: str, like: Tensor, dim: int) -> None:

@@ -269,8 +269,8 @@ def test_what_it_says_it_is(mailbox: Mailbox) -> None:
     assert str(joined(calls, 2, mailbox).op) == "reduce_scatter(float32[3] in pieces, SUM)"
 
 
-def reduction(numel: int, layout: int = 0, label: str = "") -> Op:
-    return AllReduce(torch.float32, numel, ReduceOp.SUM, layout=layout, label=label)
+def reduction(numel: int, layout: int = 0, label: str = "", method: str = "") -> Op:
+    return AllReduce(torch.float32, numel, ReduceOp.SUM, layout=layout, label=label, method=method)
 
 
 def layouts_of(mailbox: Mailbox, *lists: Sequence[Op]) -> list[int]:
@@ -295,6 +295,8 @@ def test_the_layout_tells_apart_what_was_merged(mailbox: Mailbox) -> None:
         [r(2, label="b"), r(3, label="a")],
         [r(2, label="a"), r(3)],
         [r(2), r(3, label="a")],
+        [r(2, method="b"), r(3)],
+        [r(2), r(3, method="b")],
     ]
     found = layouts_of(mailbox, *lists)
     assert len(set(found)) == len(lists)

@@ -68,6 +68,9 @@ OPS: list[tuple[Op, str]] = [
     (Parcels("gather_v", taker=2), "gather_v(root=2)"),
     (Parcels("scatter_v", shared=False, giver=0), "scatter_v(root=0)"),
     (Parcels("all_gather_v"), "all_gather_v()"),
+    (Parcels("dispatch", form="routing=None"), "dispatch(routing=None)"),
+    (AllGather(F, 7, method="dispatch"), "dispatch(float32[7])"),
+    (AllToAll(F, (1, 2), (3, 2), method="combine"), "combine(float32, sends [1, 2], receives [3, 2])"),
     (SendParcel("send_object", 1, 5), "send_object(dst=1, tag=5)"),
     (RecvParcel("recv_object", 1, 5), "recv_object(src=1, tag=5)"),
     (RecvParcel("recv_object", None, 5, MessageSpace.STREAMS), "recv_object(src=any, tag=5)"),
@@ -91,6 +94,7 @@ OTHER: dict[str, Any] = {
     "shared": None,
     "giver": 1,
     "taker": 1,
+    "form": "another",
     "channel": MessageSpace.INTERNAL,
     "ops": (),
 }
@@ -116,7 +120,7 @@ def test_every_op_is_among_them() -> None:
 def test_text(op: Op, text: str) -> None:
     assert str(op) == text
     assert text.startswith(op.name + "(")
-    assert op.name == getattr(op, "method", op.kind)
+    assert op.name == (op.method or op.kind)
 
 
 @values

@@ -38,6 +38,11 @@ ALL: list[Op] = [
     ops.Parcels("gather_object", giver=0),
     ops.Parcels("gather_object"),
     ops.Parcels("gather_object", giver=1, taker=2),
+    ops.Parcels("a", form="b"),
+    ops.AllGather(F, 3, method="dispatch"),
+    ops.AllGatherSingle(F, 3, method="dispatch"),
+    ops.ReduceScatter(F, 3, ReduceOp.SUM, method="combine"),
+    ops.ReduceScatterSingle(F, 3, ReduceOp.SUM, method="combine"),
 ]
 
 
@@ -60,6 +65,17 @@ def test_of_sizes_only_one_rank_knows_nothing_is_said() -> None:
     one, other = (ops.AllToAll(F, sends, (1, 2)) for sends in ((1, 2), (1, 3)))
     assert signature(one) == signature(other) != signature(ops.AllToAll(I, (1, 2), (1, 2)))
     assert describe(signature(one)) == "all_to_all(float32)"
+
+
+@pytest.mark.parametrize("method", ["dispatch", "combine"])
+def test_an_all_to_all_with_a_method_is_told_apart_and_named(method: str) -> None:
+    plain, named = ops.AllToAll(F, (1, 2), (1, 2)), ops.AllToAll(F, (1, 2), (1, 2), method=method)
+    assert signature(plain) != signature(named)
+    assert not plain.fits(named)
+    assert not named.fits(plain)
+    assert describe(signature(named)) == f"{method}(float32)"
+    assert str(named) == f"{method}(float32, sends [1, 2], receives [1, 2])"
+    assert named.of_sender(8, 1) == f"{method}(float32, sends 2 elements to rank 1)"
 
 
 def test_shares_of_each_ranks_own_size_are_told_apart() -> None:
@@ -171,14 +187,27 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "counts": st.lists(st.integers(0, 2), max_size=2).map(tuple),
     "reduction": st.sampled_from(REDUCTIONS),
     "root": ranks,
-    "method": st.sampled_from(["all_gather_v", "gather_object"]),
     "shared": st.booleans(),
     "giver": st.none() | ranks,
     "taker": st.none() | ranks,
     "sends": st.lists(st.integers(0, 2), max_size=2).map(tuple),
     "receives": st.lists(st.integers(0, 2), max_size=2).map(tuple),
     "label": st.sampled_from(["", "a", "b", "layer3.bias", "ü"]),
+    "form": st.sampled_from(["", "a"]),
 }
+METHODS: dict[type[Op], list[str]] = {
+    ops.Parcels: ["all_gather_v", "gather_object"],
+    ops.AllGather: ["", "dispatch"],
+    ops.AllGatherSingle: ["", "dispatch"],
+    ops.AllToAll: ["", "dispatch", "combine"],
+    ops.ReduceScatter: ["", "combine"],
+    ops.ReduceScatterSingle: ["", "combine"],
+}
+
+
+def values_of(kind: type[Op]) -> dict[str, st.SearchStrategy[object]]:
+    """The values of each field of ``kind``."""
+    return {**VALUES, "method": st.sampled_from(METHODS.get(kind, [""]))}
 
 
 def consistent(op: Op) -> Op:
@@ -192,13 +221,15 @@ def consistent(op: Op) -> Op:
 def pairs(draw: st.DrawFn) -> tuple[Op, Op]:
     """Two operations, mostly alike but for a field or two."""
     kind = draw(st.sampled_from(KINDS))
-    one: Op = kind(**{field.name: draw(VALUES[field.name]) for field in fields(kind)})
+    values = values_of(kind)
+    one: Op = kind(**{field.name: draw(values[field.name]) for field in fields(kind)})
     names = draw(st.lists(st.sampled_from([field.name for field in fields(kind)]), max_size=2))
-    other = replace(one, **{name: draw(VALUES[name]) for name in names})
+    other = replace(one, **{name: draw(values[name]) for name in names})
     if draw(st.integers(0, 9)) == 0:
         another = draw(st.sampled_from(KINDS))
-        known = {f.name for f in fields(one)}
-        same = {f.name: getattr(one, f.name) if f.name in known else draw(VALUES[f.name]) for f in fields(another)}
+        known = {f.name for f in fields(one)} - {"method"}
+        values = values_of(another)
+        same = {f.name: getattr(one, f.name) if f.name in known else draw(values[f.name]) for f in fields(another)}
         other = another(**same)
     return consistent(one), consistent(other)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asynccomm import AbortedError, Comm, Dispatched, PayloadError, Routing, experts
+from asynccomm import AbortedError, CollectiveMismatchError, Comm, Dispatched, PayloadError, Routing, Work, experts
 from asynccomm.experts import local_experts
 from asynccomm.testing import loopback_world
 from tests.sampling import examples
@@ -252,6 +253,56 @@ async def test_ranks_that_differ_get_an_error_and_go_on() -> None:
                     await work
         works = a.dispatch(torch.ones(2, 3), Routing(ids, 2)), b.dispatch(torch.ones(2, 3), Routing(ids, 2))
         assert [(await work).expert_counts for work in works] == [[4], [0]]
+
+
+async def test_operations_are_shown_as_dispatch_and_combine() -> None:
+    hidden, routing = torch.ones(2, 3), Routing(torch.tensor([[0], [1]]), 2)
+    async with loopback_world(2) as comms:
+
+        async def program(comm: Comm) -> list[str]:
+            works: list[Work[Any]] = []
+            for work in (
+                comm.dispatch(hidden, routing),
+                comm.dispatch(hidden),
+                comm.dispatch(hidden, sizes=[2, 2]),
+            ):
+                sent = await work
+                works += [work, comm.combine(sent.hidden, sent)]
+                await works[-1]
+            return [str(work.op) for work in works]
+
+        for texts in await asyncio.gather(*map(program, comms)):
+            assert texts == [
+                "dispatch()",
+                "combine(float32, sends [3, 3], receives [3, 3])",
+                "dispatch(routing=None)",
+                "combine(float32[6], SUM)",
+                "dispatch(float32[6] in pieces)",
+                "combine(float32[6], SUM)",
+            ]
+
+
+@pytest.mark.ranks(2, backend=["shm", "gloo", "hierarchical"])
+async def test_ranks_that_differ_get_errors_that_name_dispatch_and_combine(comm: Comm) -> None:
+    hidden, routing = torch.ones(2, 3), Routing(torch.tensor([[0], [1]]), 2)
+    first = comm.rank == 0
+    async with await comm.dup(name="routing") as own:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            await own.dispatch(hidden, routing if first else None)
+        assert "rank 0 has dispatch() at" in str(caught.value)
+        assert "rank 1 has dispatch(routing=None) at" in str(caught.value)
+    async with await comm.dup(name="method") as own:
+        sent = await own.dispatch(hidden, routing)
+        rows = sent.hidden
+        with pytest.raises(CollectiveMismatchError) as caught:
+            await (own.combine(rows, sent) if first else own.all_to_all_v_single(None, rows, [1, 1], [1, 1]))
+        assert "rank 0 has combine(float32" in str(caught.value)
+        assert "rank 1 has all_to_all(float32" in str(caught.value)
+    async with await comm.dup(name="rows") as own:
+        sent = await own.dispatch(hidden, routing)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            await own.combine(torch.ones(2, 3 if first else 1), sent)
+        assert str(caught.value).count(" has combine(float32, sends") == 2
 
 
 @pytest.mark.ranks(2, backend=["shm", "gloo"])
