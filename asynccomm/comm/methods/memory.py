@@ -76,6 +76,9 @@ class SharedTensors(CommBase):
         other functions are in ordinary memory. Values, strides and random numbers are those without the context. Does
         nothing on a backend that shares no memory.
 
+        The first operation on a tensor in the context imports ``torch._dynamo`` and ``sympy``, the default of torch's
+        dispatch modes: several seconds on the calling thread, unless the program has imported ``torch._dynamo`` before.
+
         Raises: MemoryError from functions in the context; ClosedError, BrokenError.
         """
         backend = self.unsafe_get_backend()
