@@ -391,8 +391,9 @@ class Launch:
         """Print the failure, if any; return the exit code."""
         blamed: LaunchedRank | None = None
         if self._first is not None:
-            tails = [(rank.number, rank.output.tail.lines()) for rank in self._failed]
-            blamed = self._failed[culprit(tails, self._failed.index(self._first))]
+            failed = [rank for rank in self._failed if rank in self._ranks]  # not those that were replaced
+            tails = [(rank.number, rank.output.tail.lines()) for rank in failed]
+            blamed = failed[culprit(tails, failed.index(self._first))]
             self._report_failure(blamed)
         if self._signal is not None:
             return 128 + self._signal

@@ -21,16 +21,22 @@ from asynccomm.runner import run
 
 def main(directory: Path) -> int:
     """Run this rank; returns the exit code."""
+    process = os.getpid()
     sys.path[:] = cloudpickle.loads((directory / PATH).read_bytes())
     try:
         fn, args, kwargs = cloudpickle.loads((directory / CALL).read_bytes())
         outcome = RankResult(run(_call(fn, args, kwargs)))
-    except Exception as exc:
-        outcome = _failure(exc, exc)
-    except BaseException as exc:  # sys.exit() or a cancellation: the caller would end, if ``spawn`` raised these there
-        if isinstance(exc, KeyboardInterrupt) or preemption.cancelled:  # a signal ends this rank
-            raise
-        outcome = _failure(exc, RuntimeError(f"fn ended by {describe_exception(exc)}"))
+    except BaseException as exc:
+        if os.getpid() != process:
+            raise  # a forked child of the function ends, which has no outcome
+        if isinstance(exc, Exception):
+            outcome = _failure(exc, exc)
+        elif isinstance(exc, KeyboardInterrupt) or preemption.cancelled:
+            raise  # a signal ends this rank
+        else:  # sys.exit() or a cancellation: the caller would end, if ``spawn`` raised these there
+            outcome = _failure(exc, RuntimeError(f"fn ended by {describe_exception(exc)}"))
+    if os.getpid() != process:
+        return 0
     try:
         data = cloudpickle.dumps(outcome)
         cloudpickle.loads(data)

@@ -410,6 +410,11 @@ class Router:
         if not self.is_root:
             self._route(self._gone_message([rank], how, ROOT), None)
 
+    def loss_message(self, rank: int) -> RoutedMessage | None:
+        """The message to a rank that was declared lost: it may not know; None: it was not."""
+        how = self.gone.get(rank)
+        return self._gone_message([rank], how, rank) if how else None
+
     def fence(self, why: str) -> None:
         """Cut this rank off: the other ranks have declared it lost, and continue without it."""
         self.fenced = self.fenced or why or "the others have given it up"

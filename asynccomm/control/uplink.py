@@ -91,6 +91,7 @@ class Uplink:
             except PermissionError as exc:
                 if exc.strerror == FENCED:
                     router.declare_lost(above, FENCED)
+                    tried = now()
                     continue
                 router.fence(exc.strerror or "")  # the others have declared this rank lost
                 return
@@ -106,6 +107,7 @@ class Uplink:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if link is None:
+                tried = now()
                 continue
             if above in router.gone:
                 link.close()
@@ -136,7 +138,15 @@ class Uplink:
         timer = loop.call_later(HEARTBEAT_SECONDS, look)
         try:
             async with asyncio.timeout(None) as limit:
-                return await connect(contact, local, self._tokens, router.rank, self._received, self._ended)
+                return await connect(
+                    contact,
+                    local,
+                    self._tokens,
+                    router.rank,
+                    self._received,
+                    self._ended,
+                    lambda: router.loss_message(above),
+                )
         except TimeoutError:
             if not limit.expired():
                 raise

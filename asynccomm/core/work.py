@@ -414,9 +414,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
             try:
                 self._value = finish(self._value)
             except AsyncCommError as exc:
-                frames = exc.__traceback__
-                self._traceback = None if frames is None else frames.tb_next  # without this frame, which has the Work
-                self._error, self._value = exc, None
+                self._error, self._value = exc.with_traceback(None), None  # the frames would keep this Work
             self._finish = None
 
     def __repr__(self) -> str:

@@ -115,6 +115,21 @@ def test_ranks_import_from_the_current_directory_as_the_caller_does(command: lis
     assert (done.stdout, done.returncode) == ("[0]\n", 0), done.stderr
 
 
+async def fork_and_wait(comm: Comm, end: str) -> int:
+    child = os.fork()
+    if child == 0:
+        if end == "exit":
+            sys.exit(3)
+        return -1
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit", 3), ("return", 0)])
+def test_a_forked_child_of_the_function_has_no_outcome(end: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert asynccomm.spawn(fork_and_wait, 1, end) == [code]
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("case", ["error", "wrapped error"])
 def test_the_first_cause_is_raised(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LookupError, match="no such key") as caught:

@@ -143,19 +143,19 @@ async def test_who_is_given_up_itself_gives_up_nobody() -> None:
 
 
 @contextlib.asynccontextmanager
-async def stopped(here: Slope, rank: int) -> AsyncIterator[None]:
-    """The socket of a process that is stopped: the system accepts connections, and nobody answers."""
+async def stopped(here: Slope, rank: int) -> AsyncIterator[socket.socket]:
+    """The socket of a process that is stopped: the system accepts connections, and no answer comes."""
     sock = local_socket(here.contacts[rank].local)
     assert sock is not None
     with sock:
         sock.listen()
-        yield
+        yield sock
 
 
 async def test_who_is_stopped_is_lost_once_this_rank_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uplink, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(uplink, "SILENT_SECONDS", 0.03)
-    async with slope(2) as here, stopped(here, 0):
+    async with slope(2) as here, stopped(here, 0) as door:
         here.listen(1)
         assert not await here.uplink.wait_connected(0.1)
         assert here.router.gone == {}
@@ -163,6 +163,8 @@ async def test_who_is_stopped_is_lost_once_this_rank_asks(monkeypatch: pytest.Mo
         assert await here.uplink.wait_connected(10)
         assert list(here.router.gone) == [0]
         assert here.router.gone[0].startswith("it was silent for 0.")
+        with door.accept()[0] as link:
+            assert b"it was silent for 0." in link.recv(1 << 16), "it does not learn of its loss when it goes on"
         assert [who for who, _ in here.welcomed] == [2]
 
 

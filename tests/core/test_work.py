@@ -748,6 +748,23 @@ async def test_output_that_cannot_be_made_is_the_error(bench: Bench) -> None:
 
 
 @on_both_loops
+async def test_the_error_of_making_the_output_does_not_keep_the_work(bench: Bench) -> None:
+    def finish(value: object) -> object:
+        raise PayloadError("it cannot be decoded")
+
+    work: Work[Any] = Work(OP, 0, bench.mailbox, value=VALUE, timeout=1.0, finish=finish, on_settled=lambda work: None)
+    work.settle()
+    error, gone = work.exception(), weakref.ref(work)
+    gc.disable()
+    try:
+        del work
+        assert error is not None
+        assert gone() is None, "the error keeps it"
+    finally:
+        gc.enable()
+
+
+@on_both_loops
 async def test_a_wait_for_the_first_exception(bench: Bench) -> None:
     """asyncio's types ask for futures; it needs no more than these methods."""
     good, bad, pending = (bench.work() for _ in range(3))

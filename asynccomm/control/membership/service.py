@@ -30,10 +30,12 @@ from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import ROOT, OrderMessage, ParticipantReport, ReportRequest
 from asynccomm.control.router import Router
 from asynccomm.control.runs import ParticipantId, RankRuns, compact_ranks, distinct_ranks, expand_ranks
-from asynccomm.control.timing import PATIENCE_SECONDS, SILENT_SECONDS
+from asynccomm.control.timing import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.schema import MessageError
 
 ORDERS: Final = 1024  # comms that each table keeps
+# a rank gives up one that relays to it up to a heartbeat late; its own last heartbeat may be another one older
+RELAYED_SECONDS: Final = 2 * (SILENT_SECONDS + HEARTBEAT_SECONDS)
 PAUSE: Final = 4  # a step of a coordinator is followed by a pause of this many times its CPU time
 LONG_STEP: Final = 0.001  # seconds of CPU time; shorter steps need no pause
 
@@ -344,7 +346,8 @@ class MembershipService:
             if silence is None or silence <= SILENT_SECONDS:
                 continue
             relays = router.topology.between(router.rank, rank, router.gone)
-            if silence > 2 * SILENT_SECONDS or not any((router.silence(r) or 0.0) > SILENT_SECONDS for r in relays):
+            relayed = max((router.silence(relay) or 0.0 for relay in relays), default=0.0)
+            if silence - relayed > SILENT_SECONDS or silence > RELAYED_SECONDS:
                 found.append(rank)
         return found
 

@@ -209,24 +209,26 @@ async def connect(
     who: int | str,
     received: Callable[[Connection, JsonObject], object],
     ended: Callable[[Connection, str], object],
+    farewell: Callable[[], object] = lambda: None,
 ) -> Connection:
     """Connect to a rank and complete the handshake.
 
     Args:
         local: whether the rank is on this host; then its local socket is tried before its TCP port.
+        farewell: makes the last message to the rank, or None, when the wait for its answer is cancelled.
 
     Raises: OSError: the rank cannot be reached; PermissionError, with the peer's reason: the rank refuses this rank.
     """
     problem: OSError | None = None
     if local and contact.local:
         try:
-            return await _connect(f"\0{contact.local}", tokens, who, received, ended)
+            return await _connect(f"\0{contact.local}", tokens, who, received, ended, farewell)
         except PermissionError:
             raise
         except OSError as exc:
             problem = exc
     if contact.port:
-        return await _connect((contact.address, contact.port), tokens, who, received, ended)
+        return await _connect((contact.address, contact.port), tokens, who, received, ended, farewell)
     raise problem or OSError(errno.EHOSTUNREACH, f"rank {contact.rank} has no address that can be reached from here")
 
 
@@ -236,6 +238,7 @@ async def _connect(
     who: int | str,
     received: Callable[[Connection, JsonObject], object],
     ended: Callable[[Connection, str], object],
+    farewell: Callable[[], object],
 ) -> Connection:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[None] = loop.create_future()
@@ -281,6 +284,8 @@ async def _connect(
         answer.cancel()
         if not answer.cancelled():
             answer.exception()  # marks the exception as retrieved
+        elif (last := farewell()) is not None:
+            connection.send(last)
         connection.close()
         if isinstance(exc, TimeoutError) and not exc.errno:
             raise OSError(errno.ETIMEDOUT, f"no answer within {REACH_SECONDS:g} s") from None

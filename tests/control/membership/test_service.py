@@ -438,11 +438,15 @@ async def test_a_rank_behind_one_that_is_stopped_has_time_to_connect_anew() -> N
     for _ in range(20):
         await asyncio.sleep(0)
     root = job.ranks[0]
-    for silent in (2, 3):
-        root.router.last_heard[silent] -= SILENT_SECONDS + 1
+    for silent, seconds in ((2, SILENT_SECONDS - 0.5), (3, SILENT_SECONDS + 0.5)):  # the news of it was older
+        root.router.last_heard[silent] -= seconds
     root.service.tick()
     assert root.service._coordinators[KEY].decision is None
-    root.router.last_heard[3] -= SILENT_SECONDS
+    for silent in (2, 3):
+        root.router.last_heard[silent] -= SILENT_SECONDS
+    root.service.tick()
+    assert root.service._coordinators[KEY].decision is None
+    root.router.last_heard[3] -= 2
     root.service.tick()
     await heard(job.ranks[:2], Prepare)
     assert root.members == (0, 1)
