@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #define HOLD_BYTES (32 << 10) /* a copy of fewer bytes keeps the GIL: it takes a few microseconds */
-#define MOST_FIELDS 6
+#define MOST_FIELDS 7
 
 enum { PUT, GET, SIGNAL, WAIT, FENCE, KINDS };
 enum { EQ, NE, GT, GE, LT, LE, COMPARISONS }; /* in the order of ops.windows.SignalCmpOp */
@@ -47,7 +47,7 @@ typedef struct {
 
 static PyTypeObject *FastWindow_Type;
 static PyObject *field_names[KINDS][MOST_FIELDS + 1];
-enum { DTYPE = 3 }; /* the field of PUT */
+enum { DTYPE = 4 }; /* the field of PUT */
 
 /* ---- arguments ---------------------------------------------------------------------------------------------------- */
 
@@ -201,6 +201,7 @@ static PyObject *described(const FastWindow *w, int kind, const Operation *op)
     PyTypeObject *type = (PyTypeObject *)PyTuple_GetItem(w->kinds, kind);
     PyObject *made = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0), **name = field_names[kind];
     if (!made || set_field(made, *name++, PyUnicode_FromStringAndSize("", 0))
+        || set_field(made, *name++, PyUnicode_FromStringAndSize("", 0))
         || set_field(made, *name++, new_reference(w->number))
         || set_field(made, *name++, op->peer < 0 ? new_reference(Py_None) : PyLong_FromLong(op->peer)))
         goto fail;
@@ -413,11 +414,11 @@ static PyMethodDef functions[] = {
 int core_add_windows(PyObject *module)
 {
     static const char *const names[KINDS][MOST_FIELDS] = {
-        [PUT] = {"label", "window", "peer", "dtype", "numel", "offset"},
-        [GET] = {"label", "window", "peer", "dtype", "numel", "offset"},
-        [SIGNAL] = {"label", "window", "peer", "slot", "value", "add"},
-        [WAIT] = {"label", "window", "peer", "slot", "value", "cmp"},
-        [FENCE] = {"label", "window", "peer"}};
+        [PUT] = {"label", "method", "window", "peer", "dtype", "numel", "offset"},
+        [GET] = {"label", "method", "window", "peer", "dtype", "numel", "offset"},
+        [SIGNAL] = {"label", "method", "window", "peer", "slot", "value", "add"},
+        [WAIT] = {"label", "method", "window", "peer", "slot", "value", "cmp"},
+        [FENCE] = {"label", "method", "window", "peer"}};
     for (int kind = 0; kind < KINDS; kind++)
         for (int k = 0; k < MOST_FIELDS && names[kind][k]; k++)
             if (!(field_names[kind][k] = PyUnicode_InternFromString(names[kind][k]))) return -1;
