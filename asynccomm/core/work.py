@@ -159,7 +159,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         """The operation's error or None, without waiting. Raises ``asyncio.InvalidStateError`` while pending."""
         if not self._done:
             raise asyncio.InvalidStateError(f"{self!r} is not done")
-        if self._finish is not None and not self.captured:
+        if self._finish is not None:
             self._make_output()  # an object that cannot be decoded is an error, too
         if self._error is not None:
             self._error.observed = True
@@ -394,7 +394,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
             self._mailbox.loop.call_soon(fn, self, context=context)
 
     def _outcome(self) -> T:
-        if self._finish is not None and not self.captured:
+        if self._finish is not None:
             self._make_output()
         if self._error is not None:
             self._error.observed = True
@@ -409,7 +409,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
     def _make_output(self) -> None:
         """Make the output from the value of an operation that is done, unless another thread has; or set the error."""
         with _finishing:
-            if (finish := self._finish) is None:
+            if (finish := self._finish) is None or self.captured:  # the value of a captured one is not there yet
                 return
             try:
                 self._value = finish(self._value)

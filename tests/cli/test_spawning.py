@@ -19,6 +19,7 @@ import asynccomm
 from asynccomm import BrokenError, Comm, PeerLostError
 from asynccomm.cli.spawning import RankResult, _pass_on, _results, result_file
 from tests.cases import cases
+from tests.forking import exit_code, fork
 
 
 async def work(comm: Comm, case: str, *, scale: float = 1.0) -> Any:
@@ -116,12 +117,12 @@ def test_ranks_import_from_the_current_directory_as_the_caller_does(command: lis
 
 
 async def fork_and_wait(comm: Comm, end: str) -> int:
-    child = os.fork()
+    child = fork()
     if child == 0:
         if end == "exit":
             sys.exit(3)
         return -1
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return exit_code(child)
 
 
 @pytest.mark.parametrize(("end", "code"), [("exit", 3), ("return", 0)])

@@ -200,8 +200,8 @@ static PyObject *described(const FastWindow *w, int kind, const Operation *op)
 {
     PyTypeObject *type = (PyTypeObject *)PyTuple_GetItem(w->kinds, kind);
     PyObject *made = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0), **name = field_names[kind];
-    if (!made || set_field(made, *name++, PyUnicode_FromStringAndSize("", 0))
-        || set_field(made, *name++, PyUnicode_FromStringAndSize("", 0))
+    if (!made || set_field(made, *name++, PyUnicode_FromStringAndSize("", 0)) /* label */
+        || set_field(made, *name++, PyUnicode_FromStringAndSize("", 0)) /* method */
         || set_field(made, *name++, new_reference(w->number))
         || set_field(made, *name++, op->peer < 0 ? new_reference(Py_None) : PyLong_FromLong(op->peer)))
         goto fail;
