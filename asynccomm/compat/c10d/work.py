@@ -71,8 +71,16 @@ class Work(Handle):
     _source_rank = source_rank
 
     def get_future(self) -> asyncio.Future[Any]:
-        """A future of the output, on the comm's loop. Cancelling the future does not affect the operation."""
-        return asyncio.ensure_future(_result(self._work))
+        """A future of the output, on the comm's loop; done if the operation is. Cancelling it does not affect that."""
+        if not self._work.done():
+            return asyncio.ensure_future(_result(self._work))
+        future = asyncio.get_running_loop().create_future()
+        error = self._work.exception()
+        if error is None:
+            future.set_result(self._work.result())
+        else:
+            future.set_exception(error)
+        return future
 
     def __repr__(self) -> str:
         return repr(self._work)

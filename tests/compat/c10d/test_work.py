@@ -25,7 +25,7 @@ async def test_a_handle_has_the_methods_of_torch() -> None:
         assert work.is_completed()
         assert work.is_success()
         assert work.exception() is None
-        assert work.result() is tensor
+        assert work.result() is work.get_future().result() is tensor
         assert work.source_rank() == work._source_rank() == -1
         assert "all_reduce" in repr(work)
         if rank == 0:
@@ -57,6 +57,7 @@ async def test_a_handle_that_is_pending_or_failed() -> None:
         with pytest.raises(AbortedError):
             await work
         assert isinstance(work.exception(), AbortedError)
+        assert work.get_future().exception() is work.exception()
         assert not work.is_success()
 
     await run_ranks(2, body)
