@@ -16,6 +16,7 @@ import asyncio
 import math
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self, final
 
@@ -34,7 +35,7 @@ from asynccomm.store.base import Store
 
 __all__ = ["Meeting", "PublisherSettings"]
 
-LOOK_SECONDS: Final = 2.0  # between looks for the place of one that took a number and was lost before it wrote its key
+LOOK_SECONDS: Final = 2.0  # between looks for publishers and servers that took a number, and have not written their key
 
 
 @final
@@ -93,17 +94,14 @@ class Meeting:
         """Let servers find the publisher."""
         await self._room.set(f"{self.publisher}/open", dumps(PublisherSettings(self.backend)))
 
-    async def newcomer(self, number: int) -> bool:
-        """Wait for server ``number``. Returns whether it has come; False: it was lost before, and others wait."""
+    async def newcomer(self, number: int) -> None:
+        """Wait until server ``number`` has asked to join. It may be lost by then."""
         room = self._room.prefix(str(self.publisher))
         while True:
-            try:
-                await room.wait([f"server/{number}"], LOOK_SECONDS)
-            except StoreTimeoutError:
-                if await room.add("servers", 0) > number and not await room.check([f"server/{number}"]):
-                    return False
-            else:
-                return True
+            with suppress(StoreTimeoutError):
+                return await room.wait([f"server/{number}"], LOOK_SECONDS)
+            if await room.add("servers", 0) >= number:
+                return  # slow, or lost before it wrote its key: only the rendezvous of their comm tells
 
     # -- for servers --------------------------------------------------------------------------------------------------
 

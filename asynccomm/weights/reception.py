@@ -67,14 +67,13 @@ class Reception:
         number = 1
         while True:
             try:
-                came = await self._meeting.newcomer(number)
+                await self._meeting.newcomer(number)
             except AsyncCommError as exc:
                 _log.warning("publisher %r accepts no more servers: %s", self._meeting.name, exc)
                 return
-            if came:
-                task = asyncio.create_task(self._welcome(number, order, news))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            task = asyncio.create_task(self._welcome(number, order, news))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             number += 1
 
     async def _welcome(

@@ -11,6 +11,7 @@ import torch
 from asynccomm import MemoryStore
 from asynccomm.testing import loopback_world
 from asynccomm.weights import Publisher, Server, Shard
+from asynccomm.weights import meeting as module
 from asynccomm.weights.conversation import SERVER, TRAINER, Connected, Conversation, LayoutOffer, TrainerLayouts
 from asynccomm.weights.meeting import Meeting
 from asynccomm.weights.orders import Admit
@@ -70,6 +71,25 @@ async def test_a_server_that_is_lost_while_it_joins_holds_no_other_up(caplog: py
     greeting.cancel()
     await asyncio.wait([greeting])
     await reception.aclose()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_server_that_is_slow_after_it_took_its_number_joins(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    meeting = await place()
+    reception = Reception(meeting, 0, [LAYOUT], 64, 10)
+    greeting = asyncio.ensure_future(reception.greet(lambda order: None, lambda news: None))
+    slow = await meeting.session.store.add("asynccomm/run/weights/w/1/servers", 1)  # and writes no key meanwhile
+    talks = [await join(meeting) for _ in range(others)]  # not held up
+    talks.append(Conversation(await meeting.pair(0, slow, SERVER), TRAINER, "trainer 0"))
+    async with asyncio.timeout(5):
+        await talks[-1].hear(TrainerLayouts)
+    greeting.cancel()
+    await asyncio.wait([greeting])
+    await reception.aclose()
+    await asyncio.gather(*(talk.aclose() for talk in talks))
 
 
 async def test_a_server_is_connected_with_the_trainers_that_it_needs() -> None:
