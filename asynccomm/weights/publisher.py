@@ -163,7 +163,11 @@ class Publisher(Handle):
                 stack.push_async_callback(_cancel, greeting)
                 if not self._expected:
                     self._crew.order(Start())
-            await self._wait_started(self._crew)
+            try:
+                await self._wait_started(self._crew)
+            except BaseException as exc:
+                self._reception.reason = reason_of(exc)
+                raise
             self._resources = stack.pop_all()
         return self
 

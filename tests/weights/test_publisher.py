@@ -253,6 +253,31 @@ async def test_servers_that_do_not_come() -> None:
                 pass
 
 
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ("late", "RendezvousError: publisher 'weights': 1 of 2 servers came within 2 s"),
+        ("misfit", "LayoutError: the weights of server 'wrong' do not fit"),
+        ("cancelled", "CancelledError"),
+    ],
+)
+async def test_a_publisher_that_does_not_open_is_an_error_for_its_servers(failure: str, reason: str) -> None:
+    async with loopback_world(1) as comms:
+        served = Served(comms[0], state())
+        publisher = Publisher(comms[0], state(), servers=2, timeout=2 if failure == "late" else 10)
+        entering = asyncio.ensure_future(publisher.__aenter__())
+        await until(lambda: publisher.servers)
+        if failure == "misfit":
+            wrong = Served(comms[0], state(tensors=1), label="wrong")
+            await wrong.end()
+        if failure == "cancelled":
+            entering.cancel()
+        await asyncio.wait([entering])
+        await served.end()
+        assert isinstance(served.error, AbortedError)
+        assert reason in str(served.error)
+
+
 async def test_a_trainer_that_fails_ends_the_others_and_the_servers() -> None:
     async with loopback_world(2) as comms:
         served = Served(comms[0], state())
