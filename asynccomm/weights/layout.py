@@ -172,6 +172,8 @@ def collect(
     for own, part in parts.items():
         if not isinstance(part, (Shard, Region)):
             raise TypeError(f"shards[{own!r}] must be a Shard or Region, got {part!r}")
+    if rename is not None and not callable(rename):
+        raise TypeError(f"rename must be a function of a name, got {rename!r}")
     members = [*state.parameters(), *state.buffers()] if isinstance(state, nn.Module) else []
     movable = {id(tensor) for tensor in members}
     found = Weights({}, {}, {})

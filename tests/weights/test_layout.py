@@ -121,6 +121,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"rename": lambda _: "c"},
         "got 'c' a second time, for 'b'",
     ),
+    "no function of names": ({"a": torch.ones(1)}, {"rename": 3}, "rename must be a function of a name, got 3"),
     "no name": ({"a": torch.ones(1)}, {"rename": lambda _: 1}, "rename must return a str or None, got 1 for 'a'"),
     "overlapping": ({"a": torch.ones(1).expand(3)}, {"written": True}, "overlaps itself"),
 }
