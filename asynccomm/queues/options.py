@@ -53,7 +53,8 @@ class QueueOptions:
             if value is None:
                 raise TypeError(f"{name} must be an integer, got {getattr(self, name)!r}")
             if value < 1 or (most is not None and value > most):
-                raise ValueError(f"{name} must be a positive number of bytes, got {value}")
+                limit = "" if most is None else f" up to {most}"
+                raise ValueError(f"{name} must be a positive number of bytes{limit}, got {value}")
         for name, choices in (("overflow", OVERFLOWS), ("on_lost", LOSSES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}")

@@ -32,6 +32,7 @@ from asynccomm.weights.reception import Reception
 
 __all__ = ["Publisher"]
 
+MOST_BUCKET_MB: Final = 1 << 20
 BUCKET_MB: Final = 8.0  # larger messages are not faster on a CPU, and each pair holds several
 
 
@@ -93,8 +94,9 @@ class Publisher(Handle):
         check_name(name)
         if isinstance(servers, bool) or not isinstance(servers, int) or servers < 0:
             raise ValueError(f"servers must be a number of servers, 0 or more, got {servers!r}")
-        if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb <= 1 << 20:
-            raise ValueError(f"bucket_mb must be a positive number, got {bucket_mb!r}")
+        number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
+        if not number or not 0 < bucket_mb <= MOST_BUCKET_MB:
+            raise ValueError(f"bucket_mb must be a positive number up to {MOST_BUCKET_MB}, got {bucket_mb!r}")
         self._comm, self._state, self._name, self._expected = comm, state, name, servers
         check_bool("retain", retain)
         check_bool("broadcast", broadcast)

@@ -13,9 +13,9 @@ HANDLE = QueueHandle("here", "name", "", 0, "a" * 32, "b" * 32, "reader", "rank 
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"capacity": 0}, ValueError, "capacity must be a positive number of bytes, got 0"),
+        ({"capacity": 0}, ValueError, "capacity must be a positive number of bytes up to 1099511627776, got 0"),
         ({"capacity": "4"}, TypeError, "capacity must be an integer, got '4'"),
-        ({"capacity": 1 << 50}, ValueError, "capacity"),
+        ({"capacity": 1 << 50}, ValueError, "number of bytes up to 1099511627776, got 1125899906842624"),
         ({"max_bytes": -1}, ValueError, "max_bytes"),
         ({"overflow": "drop"}, ValueError, "overflow must be 'wait' or 'drop_oldest', got 'drop'"),
         ({"on_lost": None}, ValueError, "on_lost must be 'raise' or 'continue', got None"),

@@ -316,7 +316,9 @@ async def test_a_publisher_is_used_within_its_block() -> None:
     ("options", "message"),
     [
         ({"servers": -1}, "servers must be a number of servers, 0 or more, got -1"),
-        ({"bucket_mb": 0}, "bucket_mb must be a positive number, got 0"),
+        ({"bucket_mb": 0}, "bucket_mb must be a positive number up to 1048576, got 0"),
+        ({"bucket_mb": 1 << 21}, "bucket_mb must be a positive number up to 1048576, got 2097152"),
+        ({"bucket_mb": "8"}, "bucket_mb must be a positive number up to 1048576, got '8'"),
         ({"timeout": 0}, "timeout must be positive, got 0"),
         ({"name": ""}, "name must be a non-empty str, got ''"),
         ({"shards": {"x": Shard(0, 0, 1)}}, "shards must have names of tensors in state"),
