@@ -18,7 +18,7 @@ from asynccomm.errors import ClosedError
 from asynccomm.weights.conversation import Abandon, Begin, Complete
 from asynccomm.weights.dispatch import Dispatch, ServerLink, Shipment
 from asynccomm.weights.errors import LayoutError, PushAbandonedError
-from asynccomm.weights.layout import Weights
+from asynccomm.weights.layout import Layout, Weights
 from asynccomm.weights.orders import Admit, AnyOrder, Deliver, End, Report, Start, Verdict, verdict
 from asynccomm.weights.reception import Reception
 from asynccomm.weights.transmission import aside
@@ -79,19 +79,26 @@ class Crew:
     Args:
         group: a comm of all trainers, for orders alone.
         read: reads the weights of this trainer. Raises: ValueError, TypeError.
+        layout: of this trainer, as all trainers and servers know it.
         retain: whether to keep a copy of the newest version, and to send from it.
     """
 
     def __init__(
-        self, group: Comm, reception: Reception, dispatch: Dispatch, read: Callable[[], Weights], *, retain: bool
+        self,
+        group: Comm,
+        reception: Reception,
+        dispatch: Dispatch,
+        read: Callable[[], Weights],
+        layout: Layout,
+        *,
+        retain: bool,
     ) -> None:
         self._group, self._reception, self._dispatch = group, reception, dispatch
-        self._read, self._retain = read, retain
+        self._read, self._layout, self._retain = read, layout, retain
         self.version = 0  #: the newest version that was pushed; 0: none
         self._copy: dict[str, Tensor] = {}
         self._copied = 0  # the version in the copy; 0: none
         self._info: object = None  # of the newest version
-        self._layout = read().layout
         self._job = 0
         self._calls: asyncio.Queue[PushRequest] = asyncio.Queue()  # of this trainer
         self._orders: asyncio.Queue[Start | Admit | int | PushRequest | End] = asyncio.Queue()  # on the first trainer

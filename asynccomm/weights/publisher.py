@@ -157,7 +157,7 @@ class Publisher(Handle):
             stack.push_async_callback(self._reception.aclose)
             dispatch = Dispatch(meeting, group.rank, self._timeout, shared=self._broadcast)
             stack.push_async_callback(dispatch.aclose)
-            self._crew = Crew(group, self._reception, dispatch, self._read, retain=self._retain)
+            self._crew = Crew(group, self._reception, dispatch, self._read, self._layout, retain=self._retain)
             stack.push_async_callback(self._end, self._crew)
             if self._crew.first:
                 await meeting.accept()

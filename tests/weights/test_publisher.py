@@ -246,6 +246,21 @@ async def test_other_tensors_than_at_the_start() -> None:
             await served.reached(1)
 
 
+async def test_other_names_than_at_the_start() -> None:
+    async with loopback_world(1) as comms:
+        prefix = ""
+        served = Served(comms[0], state())
+        publisher = Publisher(comms[0], state(1), servers=1, timeout=10, rename=lambda name: prefix + name)
+        prefix = "b."
+        async with publisher:
+            with pytest.raises(ValueError, match=r"these are others: \['b\.t0', .*, 't3'\]"):
+                await publisher.push()
+            prefix = ""
+            await publisher.push()
+            await served.reached(1)
+        await served.end()
+
+
 async def test_servers_that_do_not_come() -> None:
     async with loopback_world(1) as comms:
         with pytest.raises(RendezvousError, match=r"publisher 'weights': 0 of 2 servers came within 0.1 s"):
