@@ -31,6 +31,7 @@ class CommInfo:
     rank: int
     size: int
     device: torch.device
+    kind: str = "comm"  #: in errors, before the name
 
 
 def check_is_tensor(name: str, tensor: object) -> None:
@@ -51,7 +52,7 @@ def check_tensor(
         raise _no_tensor(_named(name, key), tensor)
     device = tensor.device
     if device != group.device and (device.type != group.device.type or group.device.index is not None):
-        raise ValueError(f"{_named(name, key)} is on {device}, but comm {group.name!r} is on {group.device}")
+        raise ValueError(f"{_named(name, key)} is on {device}, but {group.kind} {group.name!r} is on {group.device}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise ValueError(f"{_named(name, key)} must be a dense tensor, got {kind}")

@@ -84,7 +84,7 @@ class Server(Handle):
             meeting_place(store)
         if hints is not None:
             check_strings(hints)
-        own = CommInfo(label, 0, 1, device_of(device))
+        own = CommInfo(label, 0, 1, device_of(device), "server")
         read = partial(collect, state, own, shards=shards, rename=rename, written=True)
         first, second = read().tensors, read().tensors  # both alive, so that copies have other memory
         if first.keys() != second.keys():

@@ -64,5 +64,7 @@ def test_bad_arguments() -> None:
             Server({"a": torch.ones(1)}, **{name: value})
     with pytest.raises(TypeError, match="automatic must be True or False, got 1"):
         Server(state()).updates(automatic=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"state\['t0'\] is on cpu, but server 'seven' is on meta"):
+        Server(state(), label="seven", device="meta")
     with pytest.raises(ValueError, match="overlaps itself"):
         Server({"a": torch.ones(1).expand(2)})
