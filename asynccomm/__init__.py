@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from asynccomm import compat as compat
     from asynccomm import experts as experts
     from asynccomm import interop as interop
+    from asynccomm import observe as observe
     from asynccomm import testing as testing
     from asynccomm import weights as weights
     from asynccomm.backends.names import backend_names as backend_names
@@ -139,7 +140,7 @@ _HOMES = {
     "Window": "asynccomm.windows.window",
     "Work": "asynccomm.core.work",
 }
-_PACKAGES = ("blocking", "compat", "experts", "interop", "testing", "weights")
+_PACKAGES = ("blocking", "compat", "experts", "interop", "observe", "testing", "weights")
 __all__ = list(_HOMES)
 
 

@@ -60,15 +60,17 @@ def test_homes_export_them(name: str) -> None:
 
 def test_packages_need_no_import_of_their_own() -> None:
     code = (
-        "import asynccomm as a, sys; a.interop, a.compat; light = 'torch' not in sys.modules; "
+        "import asynccomm as a, sys; a.interop, a.compat, a.observe; light = 'torch' not in sys.modules; "
         "print(light, a.testing.loopback_world.__name__, a.interop.mesh.init_device_mesh.__name__, "
-        "a.compat.c10d.all_reduce.__name__, a.interop.torch_backend.register.__name__, a.blocking.new_comm.__name__)"
+        "a.compat.c10d.all_reduce.__name__, a.interop.torch_backend.register.__name__, a.blocking.new_comm.__name__, "
+        "a.observe.otel.instrument.__name__)"
     )
-    assert python(code) == "True loopback_world init_device_mesh all_reduce register new_comm"
-    assert {"blocking", "compat", "interop", "testing"} <= set(dir(asynccomm))
+    assert python(code) == "True loopback_world init_device_mesh all_reduce register new_comm instrument"
+    assert {"blocking", "compat", "interop", "observe", "testing"} <= set(dir(asynccomm))
     assert {"bagua", "c10d", "torchcomms", "vllm"} <= set(dir(asynccomm.compat))
     assert {"mesh", "torch_backend"} <= set(dir(asynccomm.interop))
-    for package in (asynccomm.compat, asynccomm.interop):
+    assert "otel" in dir(asynccomm.observe)
+    for package in (asynccomm.compat, asynccomm.interop, asynccomm.observe):
         with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
             package.nothing  # noqa: B018
     assert {"loopback_world", "check_backend"} <= set(dir(asynccomm.testing))
