@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from importlib import import_module
@@ -56,6 +57,20 @@ def test_homes_export_them(name: str) -> None:
     home = import_module(declared()[name])
     if name != "__version__":
         assert name in getattr(home, "__all__", vars(home))
+
+
+@cases("name", asynccomm.__all__)
+def test_public_members_have_docstrings(name: str) -> None:
+    value = getattr(asynccomm, name)
+    if not inspect.isclass(value):
+        return
+    members = {key: member for key, member in inspect.getmembers(value) if not key.startswith("_")}
+    ours = {
+        key: member
+        for key, member in members.items()
+        if isinstance(member, property) or str(getattr(member, "__module__", "")).startswith("asynccomm")
+    }
+    assert [key for key, member in ours.items() if not inspect.getdoc(member)] == []
 
 
 def test_packages_need_no_import_of_their_own() -> None:

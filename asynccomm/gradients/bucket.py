@@ -125,6 +125,7 @@ class GradientBucket(Handle):
 
     @property
     def full(self) -> bool:
+        """Whether the gradients of all parameters have arrived."""
         return len(self.there) == len(self.parameters)
 
     def arrive(self, slot: int) -> None:
