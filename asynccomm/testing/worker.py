@@ -205,12 +205,12 @@ class Worker:
         info = pytest.ExceptionInfo.from_exception(exc)
         theirs = _after_the_plugin(info.traceback)
         info.traceback = theirs or info.traceback[-1:]
+        awaited = _awaited(exc.__traceback__)
+        exc.__traceback__ = _linked(info.traceback)  # pytest prints this one of exception groups, not the one of info
         by_peer = isinstance(exc, AbortedError) and exc.rank != job.rank
         text = str(info.getrepr(style="long" if theirs and not by_peer else "short", chain=not by_peer))
         aborted_by = exc.rank if isinstance(exc, AbortedError) and by_peer else None
-        return Failed(
-            info.exconly(tryshort=True), text, aborted_by, _awaited(exc.__traceback__), kinds=_pickled_kinds(type(exc))
-        )
+        return Failed(info.exconly(tryshort=True), text, aborted_by, awaited, kinds=_pickled_kinds(type(exc)))
 
 
 def _no_xfail(reason: str = "") -> None:
@@ -246,6 +246,15 @@ def _after_the_plugin(traceback: Traceback) -> Traceback:
     if called and _is_ours(called[0]):  # the comm of the test failed to open or close
         return Traceback([])
     return called.filter(lambda entry: not _is_ours(entry))
+
+
+def _linked(traceback: Traceback) -> TracebackType | None:
+    """The frames as a traceback of Python."""
+    first = None
+    for entry in reversed(traceback):
+        raw = entry._rawentry
+        first = TracebackType(first, raw.tb_frame, raw.tb_lasti, raw.tb_lineno)
+    return first
 
 
 def _calls_tests(entry: TracebackEntry) -> bool:

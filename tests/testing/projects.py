@@ -116,6 +116,14 @@ FAIL = """
             raise LookupError("mine alone")
         await comm.all_reduce(torch.ones(3))  # here rank 0 waits
 
+    @pytest.mark.ranks(1)
+    async def test_group(comm):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(one_fails())
+
+    async def one_fails():
+        raise LookupError("in a task")
+
     @pytest.mark.ranks(2)
     async def test_some_skip(comm):
         await comm.barrier()

@@ -78,6 +78,13 @@ def test_every_rank_is_shown(run: Run) -> None:
     assert "asynccomm/testing" not in text, "our own frames are of no interest"
 
 
+def test_exception_groups_have_the_tests_frames(run: Run) -> None:
+    text = run.text("test_group[1ranks]")
+    assert 'raise LookupError("in a task")' in text
+    assert ", in test_group\n" in text
+    assert "asynccomm/testing" not in text
+
+
 def test_cause_first_then_who_waited(run: Run) -> None:
     text = run.text("test_one[2ranks]")
     cause, waiter = text.split("\n\nrank 0 of 2 was waiting for ")
