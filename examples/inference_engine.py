@@ -98,6 +98,9 @@ async def main() -> None:
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--requests", type=int, default=50, help="of each user")
     args = parser.parse_args()
+    if min(args.users, args.requests) < 1:
+        parser.error("arguments --users and --requests: must be at least 1")
+
     torch.set_num_threads(1)
     async with asynccomm.new_comm(name="engine") as comm:
         if comm.size < 2:

@@ -52,6 +52,8 @@ async def main() -> None:
     parser.add_argument("--tasks", type=int, default=20)
     parser.add_argument("--ordering", choices=["agreed", "program"], default="agreed")
     args = parser.parse_args()
+    if args.tasks < 1:
+        parser.error("argument --tasks: must be at least 1")
 
     try:
         async with asynccomm.new_comm(name="shared", ordering=args.ordering, timeout=60) as comm:

@@ -52,6 +52,8 @@ async def main() -> None:
     parser.add_argument("--rate", type=float, default=0.01, help="of learning")
     parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("argument --steps: must be at least 1")
 
     torch.set_num_threads(1)
     async with asynccomm.new_comm(args.backend, name="parameters") as comm:

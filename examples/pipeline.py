@@ -138,6 +138,8 @@ async def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=4)
     args = parser.parse_args()
+    if min(args.epochs, args.batch_size, args.microbatches) < 1:
+        parser.error("arguments --epochs, --batch-size and --microbatches: must be at least 1")
     if args.batch_size % args.microbatches:
         parser.error("argument --microbatches: must divide --batch-size")
 

@@ -158,9 +158,12 @@ async def main(options: argparse.Namespace) -> None:
     train_samples, test_samples = load()
     if options.device == "cuda":  # one GPU for each rank of this machine, as far as they go round
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if options.batch_size > len(train_samples.labels):
+        raise SystemExit(f"--batch-size is {options.batch_size}, but there are {len(train_samples.labels)} samples")
     async with asynccomm.new_comm(options.backend, options.device) as comm:
         if options.batch_size % comm.size:
-            raise ValueError(f"--batch-size {options.batch_size} does not divide evenly among {comm.size} ranks")
+            await comm.aclose()  # an error would abort it, and the other ranks would report that instead
+            raise SystemExit(f"--batch-size {options.batch_size} does not divide evenly among {comm.size} ranks")
         torch.manual_seed(options.seed)
         model = make_model().to(comm.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
@@ -188,4 +191,9 @@ if __name__ == "__main__":
     parser.add_argument("--backend", default="auto", help=f"auto, {', '.join(asynccomm.backend_names())}")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--save", type=Path, metavar="PATH", help="where rank 0 writes the trained weights")
-    asynccomm.run(main(parser.parse_args()))
+    options = parser.parse_args()
+    if min(options.epochs, options.batch_size) < 1:
+        parser.error("arguments --epochs and --batch-size: must be at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch finds no GPU here")
+    asynccomm.run(main(options))

@@ -132,6 +132,8 @@ async def main() -> None:
     parser.add_argument("--clients", type=int, default=4, help="of each server")
     parser.add_argument("--pause", type=float, default=0.002, help="seconds between two requests of a client")
     args = parser.parse_args()
+    if min(args.versions, args.steps, args.width) < 1:
+        parser.error("arguments --versions, --steps and --width: must be at least 1")
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -37,3 +37,10 @@ def test_a_front_end_needs_workers() -> None:
     done = launch(1)
     assert done.returncode != 0
     assert "the engine needs a front end and at least one worker" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("argument", some(["--users", "--requests"], 1))
+def test_counts_must_be_positive(argument: str) -> None:
+    done = launch(1, argument, 0)
+    assert done.returncode == 2
+    assert "error: arguments --users and --requests: must be at least 1\n" in done.stderr

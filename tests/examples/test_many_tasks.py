@@ -55,3 +55,9 @@ def test_in_program_order_the_ranks_are_told_what_does_not_fit(ranks: int) -> No
 
 def test_one_task_needs_no_agreement() -> None:
     assert launch(2, "--tasks", 1, "--ordering", "program").returncode == 0
+
+
+def test_the_number_of_tasks_must_be_positive() -> None:
+    done = launch(1, "--tasks", 0)
+    assert done.returncode == 2
+    assert "error: argument --tasks: must be at least 1\n" in done.stderr

@@ -29,3 +29,9 @@ def test_one_rank_is_told_to_bring_more() -> None:
     done = launch(1)
     assert done.returncode != 0
     assert "start at least two" in done.stderr + done.stdout
+
+
+def test_the_number_of_steps_must_be_positive() -> None:
+    done = launch(1, "--steps", "0")
+    assert done.returncode == 2
+    assert "error: argument --steps: must be at least 1\n" in done.stderr

@@ -8,9 +8,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def launch(ranks: int, *arguments: str) -> str:
+def start(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", str(ranks), "examples/pipeline.py"]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def launch(ranks: int, *arguments: str) -> str:
+    done = start(ranks, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -27,3 +31,9 @@ def test_stages_learn_what_one_rank_learns() -> None:
         assert abs(a - b) < 0.02
     (accuracy,) = re.findall(r"test accuracy: ([\d.]+)", together)
     assert float(accuracy) > 0.7
+
+
+def test_counts_must_be_positive() -> None:
+    done = start(1, "--microbatches", "0")
+    assert done.returncode == 2
+    assert "error: arguments --epochs, --batch-size and --microbatches: must be at least 1\n" in done.stderr

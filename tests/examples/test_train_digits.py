@@ -84,6 +84,29 @@ def test_two_ranks_train_the_same_weights_as_one(tmp_path: Path) -> None:
     torch.testing.assert_close(weights[2], weights[1], rtol=0, atol=1e-5)
 
 
+def test_wrong_arguments_are_named() -> None:
+    done = launch(1, "--epochs", "0")
+    assert done.returncode == 2
+    assert "error: arguments --epochs and --batch-size: must be at least 1\n" in done.stderr
+
+    done = launch(3, "--batch-size", "7")
+    assert done.returncode == 1
+    for rank in range(3):
+        assert f"[{rank}] --batch-size 7 does not divide evenly among 3 ranks\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+    done = launch(1, "--batch-size", "1438")
+    assert "[0] --batch-size is 1438, but there are 1437 samples\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there() -> None:
+    done = launch(1, "--device", "cuda")
+    assert done.returncode == 2
+    assert "error: argument --device: torch finds no GPU here\n" in done.stderr
+
+
 def test_time_under_way_counts_once(example: ModuleType) -> None:
     class Gradients:
         works = (FinishedWork(1.0, 3.0), FinishedWork(2.0, 4.0), FinishedWork(2.5, 3.5), FinishedWork(6.0, 7.0))

@@ -31,3 +31,9 @@ def test_one_rank_is_told_to_bring_more() -> None:
     done = launch(1)
     assert done.returncode != 0
     assert "start at least two" in done.stderr + done.stdout
+
+
+def test_counts_must_be_positive() -> None:
+    done = launch(1, "--versions", "0")
+    assert done.returncode == 2
+    assert "error: arguments --versions, --steps and --width: must be at least 1\n" in done.stderr
