@@ -291,4 +291,7 @@ if __name__ == "__main__":
     if options.role == "rank":
         asynccomm.run(be_rank(options.backend, options.at))
     else:
-        asyncio.run(watch(options.backend, f"rank {options.kill}", options.at))
+        try:
+            asyncio.run(watch(options.backend, f"rank {options.kill}", options.at))
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)

@@ -1,7 +1,9 @@
 """examples/elastic.py, started as its user would: nothing of the training is lost with a rank."""
 
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +38,19 @@ def test_training_goes_on_without_a_rank_and_with_a_new_one(backend: str, victim
     assert f"the same weights, bit by bit; rank {victim} was killed, one came in" in done.stdout
     (error,) = re.findall(r"has the same losses, within ([\d.e-]+) of their value", done.stdout)
     assert float(error) < 1e-4
+
+
+def test_control_c_ends_it_without_a_traceback() -> None:
+    command = [sys.executable, "examples/elastic.py"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("step   0")  # the ranks are training
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
