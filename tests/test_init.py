@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -89,6 +90,59 @@ def test_packages_need_no_import_of_their_own() -> None:
         with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
             package.nothing  # noqa: B018
     assert {"loopback_world", "check_backend"} <= set(dir(asynccomm.testing))
+
+
+FACES = [
+    "asynccomm",
+    "asynccomm.backends.base",
+    "asynccomm.backends.loopback",
+    "asynccomm.ops",
+    "asynccomm.blocking",
+    "asynccomm.compat.bagua",
+    "asynccomm.compat.c10d",
+    "asynccomm.compat.torchcomms",
+    "asynccomm.compat.torchcomms.functional",
+    "asynccomm.compat.torchcomms.hooks",
+    "asynccomm.compat.torchcomms.objcol",
+    "asynccomm.compat.vllm",
+    "asynccomm.experts",
+    "asynccomm.interop.mesh",
+    "asynccomm.interop.torch_backend",
+    "asynccomm.observe.otel",
+    "asynccomm.testing",
+    "asynccomm.weights",
+]
+
+
+def annotated(value: Any) -> dict[str, Any]:
+    """A public function, or a class with its public methods and properties, as far as they are written in Python."""
+    found = {"": value}
+    if inspect.isclass(value):
+        members = {name: getattr(member, "fget", member) for name, member in inspect.getmembers(value)}
+        found |= {name: member for name, member in members.items() if name == "__init__" or not name.startswith("_")}
+    return {
+        name: member
+        for name, member in found.items()
+        if member is value or (inspect.isroutine(member) and hasattr(member, "__annotations__"))
+    }
+
+
+@pytest.mark.filterwarnings("ignore:`reduce_op` is deprecated:FutureWarning")
+@cases("face", FACES)
+def test_hints_can_be_resolved(face: str) -> None:
+    module = import_module(face)
+    names = [name for name in getattr(module, "__all__", dir(module)) if not name.startswith("_")]
+    unresolved = []
+    for name, value in [(name, getattr(module, name)) for name in names]:
+        ours = str(getattr(value, "__module__", "")).startswith("asynccomm")
+        if not ours or not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        for member, function in annotated(value).items():
+            try:
+                get_type_hints(function)
+            except (NameError, TypeError) as exc:
+                unresolved.append(f"{name}.{member}: {exc}")
+    assert unresolved == []
 
 
 def test_unknown_name() -> None:

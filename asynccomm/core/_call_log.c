@@ -90,6 +90,7 @@ static PyObject *CallLog_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
 static PyMethodDef log_methods[] = {
     {"append", CallLog_append, METH_O, "Append a call."},
     {"copy", CallLog_copy, METH_NOARGS, "A list of the calls, the oldest first."},
+    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "The type in annotations, as deque has it."},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef log_members[] = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from asynccomm.errors import ClosedError
@@ -23,6 +23,11 @@ from asynccomm.observe.metrics import Metrics, OpMetrics, Recording
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
+else:
+    try:
+        from opentelemetry.metrics import Meter  # for get_type_hints
+    except ImportError:  # an extra
+        Meter = Any
 
 NAME: Final = "asynccomm"
 

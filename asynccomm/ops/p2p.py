@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import SupportsIndex, final
 
+import torch  # noqa: F401  # in the annotations that __init__ has from TensorOp
 from torch import Tensor
 
 from asynccomm.ops.base import Call, PeerOp, TensorOp, moved

@@ -49,9 +49,6 @@ class RedOpType(enum.Enum):
     __hash__: Callable[[object], int] = object.__hash__  # type: ignore[assignment]
 
 
-#: the reductions that methods of a comm take: ours, and a member or an instance of torch's ReduceOp
-ReduceOpLike: TypeAlias = "ReduceOp | TorchReduceOp | TorchReduceOp.RedOpType"
-
 _INTEGERS: Final = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32}  # and uint64, in part
 )
@@ -179,6 +176,15 @@ class ReduceOp:
         if self._factor is None:
             return ReduceOp, (self._type,)
         return ReduceOp.PREMUL_SUM, (self._factor,)
+
+
+#: the reductions that methods of a comm take: ours, and a member or an instance of torch's ReduceOp
+if TYPE_CHECKING:
+    ReduceOpLike: TypeAlias = ReduceOp | TorchReduceOp | TorchReduceOp.RedOpType
+elif torch.distributed.is_available():  # no string: get_type_hints would look up its names in the modules of methods
+    ReduceOpLike = ReduceOp | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType
+else:
+    ReduceOpLike = ReduceOp
 
 
 def _factor_of(op: Any) -> Any:

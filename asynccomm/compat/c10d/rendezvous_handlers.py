@@ -24,7 +24,7 @@ from asynccomm.rendezvous.spec import StoreSession, connect_store, resolve_spec
 from asynccomm.store.base import Store, within
 from asynccomm.store.torch_store import TorchStore
 
-Handler: TypeAlias = "Callable[..., Iterable[Any] | AsyncIterator[Any]]"
+Handler: TypeAlias = Callable[..., Iterable[Any] | AsyncIterator[Any]]
 
 LEAST_SLICE: Final = 10.0  # seconds between log records of a waiting barrier
 SLICE_PER_RANK: Final = 1e-3

@@ -19,10 +19,10 @@ from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.core.handles import Handle
 from asynccomm.store.base import Store
 
-Group: TypeAlias = "ProcessGroup | int | None"  # argument type: an int is NON_GROUP_MEMBER, None the default group
-Member: TypeAlias = "ProcessGroup | int"  # return type: an int is NON_GROUP_MEMBER
+Group: TypeAlias = ProcessGroup | int | None  # argument type: an int is NON_GROUP_MEMBER, None the default group
+Member: TypeAlias = ProcessGroup | int  # return type: an int is NON_GROUP_MEMBER
 
-Ending: TypeAlias = "Callable[[int], Awaitable[None]]"
+Ending: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 @final
