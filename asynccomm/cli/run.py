@@ -18,6 +18,7 @@ from asynccomm.cli.environment import cpu_sets
 from asynccomm.cli.launch import GRACE_SECONDS, LaunchOptions, launch
 from asynccomm.cli.nodes import NodeOptions
 from asynccomm.cli.traced_run import traced
+from asynccomm.core.hosts import loopback_address
 from asynccomm.errors import RendezvousError
 
 _DESCRIPTION = """\
@@ -184,11 +185,7 @@ def _nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace, elast
 
 def _host_to_listen_at(host: str) -> str:
     """All interfaces, since other hosts may resolve the name to another one than this host; loopback if it is named."""
-    if host == "localhost" or host.startswith("127."):
-        return "127.0.0.1"
-    if host == "::1":
-        return host
-    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    return loopback_address(host) or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
 
 
 def listen(host: str, port: int) -> socket.socket:

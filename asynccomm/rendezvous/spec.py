@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import anyio.to_thread
 from torch import distributed as dist
 
+from asynccomm.core.hosts import loopback_address
 from asynccomm.errors import RendezvousError
 from asynccomm.options import check_name
 from asynccomm.rendezvous.launchers import SLURM, job_name, launcher_of, on_one_host, slurm_address, started_by
@@ -55,7 +56,7 @@ class RendezvousSpec:
     scope: str  #: prefix of all keys: the run and its restart
     store: Store | None = None  #: from the caller, which closes it
     path: str | None = None  #: of a file store
-    host: str = ""
+    host: str = ""  #: a loopback address in its usual spelling: the comms of a process compare the text
     port: int = 0
     meeting: str = ""  #: the socket of this host that has the port, in place of a host and a port
     hosting: bool = False  #: whether this rank starts the server
@@ -151,6 +152,7 @@ def _of_environment(where: tuple[int, int], scope: str, env: Mapping[str, str]) 
             return RendezvousSpec(*where, scope, meeting=meeting_name(job_name(launcher)), hosting=where[0] == 0)
     host = host or _required(env, "MASTER_ADDR")
     check_host(host, "environment variable MASTER_ADDR")
+    host = loopback_address(host) or host
     port = _port("MASTER_PORT", port_text or _required(env, "MASTER_PORT"))
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
     return RendezvousSpec(*where, scope, host=host, port=port, hosting=where[0] == 0 and not agent)
@@ -237,10 +239,9 @@ def _host(place: RendezvousSpec) -> StoreServer:
         if place.meeting:
             hosted = _announced(place.meeting)
         else:
-            local = place.host == "localhost" or place.host.startswith("127.") or place.host == "::1"
             # other hosts may resolve the name to another interface than this host: listen on all, unless it is loopback
             try:
-                hosted = serve(place.host, listen(place.host if local else "", place.port), shared=True)
+                hosted = serve(place.host, listen(loopback_address(place.host), place.port), shared=True)
             except RendezvousError:
                 if not _torch_hosts(place.port):
                     raise
@@ -367,7 +368,7 @@ def _address(url: SplitResult) -> tuple[str, int]:
     if not host or not port:
         raise ValueError(f"store {url.geturl()!r} must be tcp://host:port")
     check_host(host, f"host of store {url.geturl()!r}")
-    return host, port
+    return loopback_address(host) or host, port
 
 
 def _renew_lock() -> None:

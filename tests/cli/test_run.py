@@ -174,6 +174,18 @@ def test_master_port_is_claimed_before_ranks_start(launcher) -> None:
     assert launcher.run("run", "-n", "1", "--master-port", str(port), script)[:2] == (0, f"[0] at {port}\n")
 
 
+def test_the_store_listens_at_the_loopback_address_that_is_given(launcher, unused_tcp_port: int) -> None:
+    script = launcher.script(
+        """
+        import os, socket
+        with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as at:
+            print("at", at.getpeername()[0])
+        """
+    )
+    place = ["--store", f"127.0.0.2:{unused_tcp_port}"]
+    assert launcher.run("run", "-n", "1", *place, script)[:2] == (0, "[0] at 127.0.0.2\n")
+
+
 COLLECTIVE = """
     import os
     import asynccomm, torch

@@ -58,6 +58,11 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     assert resolve_spec(None, None, None) == RendezvousSpec(1, 4, SCOPE, host="head", port=29500)
 
 
+def test_loopback_addresses_are_spelled_in_one_way() -> None:
+    assert resolve_spec(None, None, None, ENV | {"MASTER_ADDR": "Localhost"}).host == "127.0.0.1"
+    assert resolve_spec("tcp://[0:0:0:0:0:0:0:1]:1", 0, 1, {}).host == "::1"
+
+
 def test_urls_with_addresses() -> None:
     assert tcp(0, 2, 1234) == RendezvousSpec(0, 2, SCOPE, host="127.0.0.1", port=1234, hosting=True)
     assert resolve_spec("tcp://head:1?rank=1", 1, 2, {}) == RendezvousSpec(1, 2, SCOPE, host="head", port=1)
@@ -402,6 +407,17 @@ async def test_one_process_meets_twice_at_one_address() -> None:
     fourth = await connect_store(tcp(0, 1, port), 20)
     assert not await fourth.store.check(["k"])
     await fourth.aclose()
+
+
+async def test_one_process_meets_at_two_spellings_of_a_loopback_address() -> None:
+    port = free_port()
+    places = [resolve_spec(f"tcp://{host}:{port}", 0, 1, {}) for host in ("LOCALHOST", "[::ffff:127.0.0.1]", "127.1")]
+    assert len({place.world for place in places}) == 1, "the comms of these places take different names"
+    first, *others = [await connect_store(place, 20) for place in places]
+    assert all(other.hosted is first.hosted for other in others)
+    listen("127.0.0.2", port).close()  # the server is at no other address
+    for meeting in (first, *others):
+        await meeting.aclose()
 
 
 async def test_loops_in_other_threads_share_the_server() -> None:
