@@ -99,7 +99,7 @@ def check_hints(hints: Mapping[str, str] | None, known: Mapping[str, str], backe
 def whole_number(text: str) -> int | None:
     """The number that ``text`` writes in ASCII digits; None if it writes none, or one with too many digits for Python.
 
-    For the values of hints.
+    For the values of hints and environment variables.
     """
     try:
         return int(text) if text.isascii() and text.isdecimal() else None

@@ -247,9 +247,10 @@ def _address(text: str) -> tuple[str, int]:
         url = urlsplit(f"//{text}")
         host, port = url.hostname, url.port
         (host or "").encode("idna")  # as the resolver does
+        beside = url.path.strip("/") or url.query or url.fragment or url.username is not None
     except ValueError:
-        host = port = None
-    if not host or not port:
+        host = port = beside = None
+    if not host or not port or beside:
         raise argparse.ArgumentTypeError(f"must be HOST:PORT, got {text!r}")
     return host, port
 

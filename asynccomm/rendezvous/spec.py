@@ -28,7 +28,7 @@ from torch import distributed as dist
 
 from asynccomm.core.hosts import loopback_address
 from asynccomm.errors import RendezvousError
-from asynccomm.options import check_name
+from asynccomm.options import check_name, whole_number
 from asynccomm.rendezvous.launchers import SLURM, job_name, launcher_of, on_one_host, slurm_address, started_by
 from asynccomm.rendezvous.local_meeting import PortAnnouncer, find_port, meeting_name
 from asynccomm.store.base import PrefixStore, Store, within
@@ -348,6 +348,12 @@ def _required(env: Mapping[str, str], name: str) -> str:
             f"environment variable {name} is not set, and {launcher.name} does not set it for ranks on several hosts; "
             f"set it by {launcher.flags} (the host of rank 0)"
         )
+    if launcher is SLURM and name.startswith("MASTER"):
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+        raise ValueError(
+            f"environment variable {name} is not set, and follows only from SLURM_JOB_ID with SLURM_STEP_NODELIST or "
+            f"SLURM_JOB_NODELIST, got {env.get('SLURM_JOB_ID', '')!r} and {nodes!r}"
+        )
     raise ValueError(
         f"environment variable {name} is not set; start the script with `asynccomm run -n 2 ...`, torchrun, srun or "
         f"mpirun, or pass store=, rank= and size="
@@ -355,9 +361,10 @@ def _required(env: Mapping[str, str], name: str) -> str:
 
 
 def _port(name: str, text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise ValueError(f"{name} must be a port from 1 to 65535, got {text!r}")
-    return int(text)
+    number = whole_number(text)
+    if number is None or not 0 < number < 65536:
+        raise ValueError(f"environment variable {name} must be a port from 1 to 65535, got {text!r}")
+    return number
 
 
 def _address(url: SplitResult) -> tuple[str, int]:

@@ -365,6 +365,8 @@ class StoreClient(Store):
 
 def check_host(host: object, argument: str = "host") -> None:
     """Raise ValueError unless ``host`` can be the name or address of a host, which the resolver takes."""
+    if isinstance(host, str) and host.startswith("["):
+        raise ValueError(f"{argument} must be the name or address of a host, without brackets, got {host!r}")
     try:
         if not isinstance(host, str) or not host or "\0" in host:
             raise UnicodeError("it is no str, or empty, or has a null character")

@@ -108,6 +108,10 @@ def test_cpus_per_rank(launcher) -> None:
             r"argument --run-id: must be a text that UTF-8 can encode, got 'a\nb\udcff'",
         ),
         (["-n", "1", "--store", "a..b:29500", "script.py"], "argument --store: must be HOST:PORT, got 'a..b:29500'"),
+        *(
+            (["-n", "1", "--store", store, "script.py"], f"argument --store: must be HOST:PORT, got {store!r}")
+            for store in ("head:29500/abc", "me@head:29500", "head:29500?x", "head:29500#f")
+        ),
         (["-n", "1", "--grace", "soon", "script.py"], "argument --grace: must be seconds, at least 0, got 'soon'"),
         (["-n", "2", "--min-ranks", "2", "script.py"], "argument --min-ranks: needs --elastic"),
         (

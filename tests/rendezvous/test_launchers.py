@@ -176,7 +176,14 @@ def test_ranks_of_mpi_on_several_hosts_are_told_what_to_set(environ: Mapping[str
         ({"SLURM_PROCID": "8"}, r"environment variable SLURM_PROCID must be in \[0, 8\), got 8"),
         ({"SLURM_NTASKS": ""}, "environment variable SLURM_STEP_NUM_TASKS is not set"),
         ({"SLURM_JOB_ID": "x"}, "environment variable SLURM_JOB_ID must be a number, got 'x'"),
-        ({"SLURM_JOB_ID": ""}, "environment variable MASTER_ADDR is not set"),
+        (
+            {"SLURM_JOB_ID": ""},
+            r"environment variable MASTER_ADDR is not set, .* SLURM_JOB_ID with .*, got '' and 'gpu\[07-08\]'",
+        ),
+        (
+            {"SLURM_JOB_NODELIST": ""},
+            r"environment variable MASTER_ADDR .* SLURM_STEP_NODELIST or SLURM_JOB_NODELIST, got '123456' and ''",
+        ),
     ],
 )
 def test_the_variable_of_the_launcher_is_named(change: Mapping[str, str], message: str) -> None:

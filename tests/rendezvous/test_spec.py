@@ -124,6 +124,12 @@ def test_each_missing_variable_is_named(name: str, value: str | None) -> None:
         ({"MASTER_PORT": "http"}, "MASTER_PORT must be a port from 1 to 65535, got 'http'"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT must be a port from 1 to 65535, got '0'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a port from 1 to 65535, got '65536'"),
+        ({"MASTER_PORT": "1" * 5000}, "environment variable MASTER_PORT must be a port from 1 to 65535, got '111"),
+        ({"MASTER_PORT": "\u0661"}, "environment variable MASTER_PORT must be a port from 1 to 65535, got '\u0661'"),
+        (
+            {"MASTER_ADDR": "[::1]"},
+            r"environment variable MASTER_ADDR must be .* address of a host, without brackets, got '\[::1\]'",
+        ),
         (
             {"TORCHELASTIC_RUN_ID": "a\nb\udcff"},
             r"TORCHELASTIC_RUN_ID must be a str that UTF-8 can encode, got 'a\\nb\\udcff'",
