@@ -133,7 +133,7 @@ class Launch:
             self._over = True  # a signal from here on ends the wait for the terminal
             timeout = None if self._signal is None else DRAIN_SECONDS
             await _either(asyncio.create_task(self._terminal.drain()), self._hurry, timeout)
-            return code
+            return code or int(self._terminal.failed)
 
     # -- starting
 

@@ -117,10 +117,14 @@ class OutputSink:
 
     A reader that has closed costs its output, not the run. The descriptor's flags stay unchanged: the shell and all
     other processes on the terminal share them.
+
+    Args:
+        on_error: called once if the output cannot be written, with the reason; not if its reader has closed.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, on_error: Callable[[str], object]) -> None:
         self._fd = fd
+        self._on_error = on_error
         self._queue = bytearray()
         self._open = True
         self._unfinished: object = None  # the source of the line that the output ends in
@@ -160,9 +164,13 @@ class OutputSink:
         try:
             while self._queue and self._poll.poll(0):
                 del self._queue[: os.write(self._fd, self._queue[:WRITE_BYTES])]
-        except OSError:
+        except BlockingIOError:  # another process has changed the flags of the shared descriptor
+            pass
+        except OSError as exc:
             self._open = False
             self._queue.clear()
+            if not isinstance(exc, BrokenPipeError):
+                self._on_error(str(exc.strerror))
         if bool(self._queue) != self._waiting:
             self._wait(bool(self._queue))
 

@@ -19,12 +19,17 @@ class Terminal:
 
     def __init__(self) -> None:
         self.tracebacks = SeenTracebacks()
-        self.out: OutputSink = OutputSink(1)
+        self.failed = False  #: whether output was lost, other than by a reader that has closed
+        self.out: OutputSink = OutputSink(1, self._on_error)
         try:
             same = os.path.samestat(os.fstat(1), os.fstat(2))
         except OSError:  # one of them is closed
             same = False
-        self.err: OutputSink = self.out if same else OutputSink(2)
+        self.err: OutputSink = self.out if same else OutputSink(2, self._on_error)
+
+    def _on_error(self, reason: str) -> None:
+        self.failed = True
+        self.say(f"cannot write the output: {reason}")
 
     def say(self, text: str) -> None:
         """Print a message for the user on stderr."""

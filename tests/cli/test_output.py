@@ -1,5 +1,6 @@
 import asyncio
 import os
+import select
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_the_rest_of_a_line_that_was_ended_has_a_prefix() -> None:
 
 async def test_an_unfinished_line_of_another_source_is_ended() -> None:
     read, write = os.pipe()
-    sink = OutputSink(write)
+    sink = OutputSink(write, pytest.fail)
     sink.write(b"na", "first")
     sink.write(b"me? ", "first")
     assert sink.continues("first")
@@ -99,7 +100,8 @@ async def test_the_start_of_a_line_is_passed_on_if_the_line_does_not_end(monkeyp
     null = os.open(os.devnull, os.O_WRONLY)
     got: list[bytes] = []
     starts: asyncio.Queue[bytes] = asyncio.Queue()
-    reader = PipeReader(os.fdopen(read, "rb", buffering=0), got.extend, OutputSink(null), starts.put_nowait)
+    sink = OutputSink(null, pytest.fail)
+    reader = PipeReader(os.fdopen(read, "rb", buffering=0), got.extend, sink, starts.put_nowait)
     os.write(write, b"a\nna")
     assert await starts.get() == b"na"
     os.write(write, b"me? ")
@@ -126,7 +128,7 @@ def test_tail_keeps_the_last_lines() -> None:
 
 async def test_sink_never_blocks_and_loses_nothing() -> None:
     read, write = os.pipe()
-    sink = OutputSink(write)
+    sink = OutputSink(write, pytest.fail)
     data = os.urandom(QUEUE_BYTES + 200_000)  # far more than a pipe holds
     sink.write(data)
     assert sink.full
@@ -143,7 +145,7 @@ async def test_sink_never_blocks_and_loses_nothing() -> None:
 
 async def test_sink_outlives_its_reader() -> None:
     read, write = os.pipe()
-    sink = OutputSink(write)
+    sink = OutputSink(write, pytest.fail)
     sink.write(b"x" * 200_000)
     os.close(read)
     await asyncio.wait_for(sink.drain(), 10)
@@ -152,10 +154,37 @@ async def test_sink_outlives_its_reader() -> None:
     os.close(write)
 
 
+async def test_a_sink_that_cannot_be_written_says_so_once() -> None:
+    errors: list[str] = []
+    with open("/dev/full", "wb", buffering=0) as full:
+        sink = OutputSink(full.fileno(), errors.append)
+        sink.write(b"lost\n")
+        sink.write(b"lost, too\n")
+        await sink.drain()
+    assert errors == ["No space left on device"]
+
+
+async def test_a_descriptor_that_does_not_block_loses_nothing() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    sink = OutputSink(write, pytest.fail)
+    sink._poll = always = select.poll()  # as for a terminal that takes less than a whole write
+    null = os.open(os.devnull, os.O_RDWR)
+    always.register(null, select.POLLOUT)
+    sink.write(b"x" * 200_000)
+    received = bytearray()
+    while len(received) < 200_000:
+        received += taken(read)
+        await asyncio.sleep(0)
+    await sink.drain()
+    for fd in (read, write, null):
+        os.close(fd)
+
+
 async def test_pipe_rests_while_the_sink_is_full() -> None:
     source_read, source_write = os.pipe()
     sink_read, sink_write = os.pipe()
-    sink = OutputSink(sink_write)
+    sink = OutputSink(sink_write, pytest.fail)
     got: list[bytes] = []
     first, done = asyncio.Event(), asyncio.Event()
 
@@ -185,7 +214,7 @@ async def test_close_takes_what_is_there_and_waits_for_nobody() -> None:
     read, write = os.pipe()
     null = os.open(os.devnull, os.O_WRONLY)
     got: list[bytes] = []
-    reader = PipeReader(os.fdopen(read, "rb", buffering=0), got.extend, OutputSink(null))
+    reader = PipeReader(os.fdopen(read, "rb", buffering=0), got.extend, OutputSink(null, pytest.fail))
     os.write(write, b"a\nb")
     reader.close()  # the write end is open still
     reader.close()

@@ -1,5 +1,7 @@
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,23 @@ async def test_full_disk_costs_the_log_only(capfd: pytest.CaptureFixture[str]) -
 
 
 # -- as seen from outside
+
+
+def test_output_that_cannot_be_written_fails_the_run(launcher) -> None:
+    launcher.script("import sys; print('lost'); sys.exit(int(sys.argv[1]))")
+    command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "2", "script.py"]
+    for code, shown in ((0, 1), (3, 3)):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [*command, str(code)],
+                cwd=launcher.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                timeout=60,
+            )
+        assert done.returncode == shown
+        assert done.stderr.count(b"asynccomm: cannot write the output: No space left on device\n") == 1, done.stderr
 
 
 def test_lines_arrive_at_once_behind_their_rank(launcher) -> None:
