@@ -7,6 +7,8 @@ at once.
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import signal
 import sys
@@ -15,13 +17,18 @@ from collections.abc import Sequence
 from asynccomm.cli import bench, diagnose, doctor, run, top, trace
 from asynccomm.version import __version__
 
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of full disks and lost terminals
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; bad input exits with 2, naming the argument and its value.
 
-    A reader of the output that ends early, as in ``asynccomm doctor | head``, ends the command quietly.
+    A reader of the output that ends early, as in ``asynccomm doctor | head``, ends the command quietly. Output that
+    cannot be written for another reason is an error, with exit code 1.
     """
     _open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: names of hosts and files may be any text
     try:
         try:
             return _main(argv)
@@ -29,8 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # closed from the start
                 sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the flush at exit
+        _discard()
         return 128 + signal.SIGPIPE
+    except OSError as exc:
+        if exc.errno not in _WRITE_ERRORS:
+            raise
+        _discard()
+        print(f"asynccomm: cannot write the output: {exc.strerror}", file=sys.stderr)
+        return 1
+
+
+def _discard() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the flush at exit
 
 
 def _open_standard_streams() -> None:

@@ -1,3 +1,4 @@
+import io
 import os
 import signal
 import subprocess
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asynccomm.cli import doctor
 from asynccomm.cli.main import main
 from asynccomm.version import __version__
 
@@ -55,6 +57,26 @@ def test_a_reader_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> 
     with os.fdopen(writing, "w") as stdout, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
         assert main(["run", "-n", "1", "--help"]) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_output_that_cannot_be_written_is_an_error(buffered: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "wb", buffering=-1 if buffered else 0) as full, pytest.MonkeyPatch.context() as patch:
+        stdout = io.TextIOWrapper(full, write_through=True)
+        patch.setattr(sys, "stdout", stdout)
+        patch.setattr(doctor, "_doctor", lambda arguments: print("line") or 0)
+        assert main(["doctor"]) == 1
+        stdout.close()
+    assert capsys.readouterr().err == "asynccomm: cannot write the output: No space left on device\n"
+
+
+def test_characters_that_the_output_does_not_encode_are_escaped(tmp_path: Path) -> None:
+    file = tmp_path / "output"
+    with file.open("w", encoding="ascii") as stdout, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        patch.setattr(doctor, "_doctor", lambda arguments: print("b\u00fccher") or 0)
+        assert main(["doctor"]) == 0
+    assert file.read_text() == "b\\xfccher\n"
 
 
 @pytest.mark.real_python
