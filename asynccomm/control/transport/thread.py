@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, final
 
 from asynccomm.control.transport.connection import end_connections
 from asynccomm.control.transport.listener import end_listening
+from asynccomm.errors import BackendError
 
 ENDED: Final = "the control thread has ended"
 END_SECONDS: Final = 2.0  # for the thread to end at process exit
@@ -31,7 +32,7 @@ _ending: set[ControlThread] = set()  # threads without users, which have not end
 
 @final
 class ControlThread:
-    """One thread and its loop; see :func:`control_thread`."""
+    """One thread and its loop; see :func:`control_thread`. Raises: BackendError if the thread cannot start."""
 
     def __init__(self) -> None:
         self.loop: asyncio.SelectorEventLoop = asyncio.SelectorEventLoop()
@@ -39,7 +40,11 @@ class ControlThread:
         self._calling = threading.RLock()  # held briefly; reentrant: a comm that is collected meanwhile calls, too
         self._ended = False  # the thread accepts no more calls
         self._thread = threading.Thread(target=self._run, name="asynccomm control", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            self.loop.close()
+            raise BackendError(f"cannot start the control thread: {exc}") from exc
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -129,7 +134,10 @@ async def _finish() -> None:
 
 
 def control_thread() -> ControlThread:
-    """The control thread of this process, with one more user; the caller calls ``release`` at the end."""
+    """The control thread of this process, with one more user; the caller calls ``release`` at the end.
+
+    Raises: BackendError.
+    """
     global _thread
     with _making:
         if _thread is None:

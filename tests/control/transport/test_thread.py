@@ -14,6 +14,7 @@ import pytest
 
 from asynccomm.control.transport import thread as module
 from asynccomm.control.transport.thread import ControlThread, control_thread
+from asynccomm.errors import BackendError
 from tests.control.fake_listener import Door, Guest
 from tests.control.unauthenticated import descriptors, nothing_unclosed, until
 from tests.forking import fork
@@ -35,6 +36,19 @@ def test_one_thread_for_all_until_the_last_has_gone() -> None:
     assert again is not one
     again.release()
     again.join()
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with nothing_unclosed(), pytest.raises(BackendError, match="cannot start the control thread: can't start new"):
+            control_thread()
+    thread = control_thread()
+    thread.release()
+    thread.join()
 
 
 def test_the_process_waits_for_a_thread_that_is_about_to_end() -> None:
