@@ -112,6 +112,7 @@ async def bootstrap_segment(
 
     Raises:
         UnsuitableError: on all ranks, if some of them cannot share memory or their settings differ.
+        BackendError: on rank 0, if the system has dropped descriptors that rank 0 received.
         PeerLostError: if a rank is lost during the bootstrap.
     """
     if reason := unsupported():

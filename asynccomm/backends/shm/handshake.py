@@ -256,8 +256,9 @@ class RootSide:
             return 0, WRONG_TOKEN
         if not 0 < rank < self._size or rank in self._lines:
             return 0, "as a rank that has come already or does not exist"
-        if not message.whole:
-            self._end_wait(f"rank 0 cannot share memory: {_too_many(self._each * self._size)}")
+        if not message.whole:  # an error, and no reason to try another backend, which may need as many descriptors
+            problem = f"rank 0 cannot share memory: {_too_many(self._each * self._size)}"
+            _raise_from(self.came, BackendError(f"comm {self._comm!r}: {problem}"))
         if not message.whole or len(message.fds) != self._each:
             return 0, "without the descriptors of a rank"
         return rank, ""
@@ -490,4 +491,4 @@ def _lost(rank: int) -> PeerLostError:
 
 def _too_many(files: int) -> str:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"{files} more open files than now exceed the limit of {limit} (ulimit -n)"
+    return f"{os.strerror(errno.EMFILE)}: {files} more exceed the limit of {limit} (ulimit -n)"
