@@ -7,6 +7,7 @@ at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import io
 import os
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: names of hosts and files may be any text
+        with contextlib.suppress(OSError):  # the descriptor was replaced by one without a position; errors are set then
+            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: names of hosts and files may be any text
     try:
         try:
             return _main(argv)
