@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asynccomm.batching.queue import current_owner
+from asynccomm.core.handles import Handle
 
 _CREATED: Final = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 # operators that create tensors, by their names in torch.ops.aten; those of torch's composite functions call these
@@ -24,8 +25,10 @@ CREATING: Final = EMPTY.union(
 
 
 @final
-class SharedMemoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SharedMemoryMode(Handle, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Creates tensors by ``allocate(shape, stride, dtype)`` in the task, or thread, that makes the mode."""
+
+    _instead = "call comm.memory() there"
 
     def __init__(self, allocate: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

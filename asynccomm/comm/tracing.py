@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar, final
 
 from asynccomm.comm.session import Session
 from asynccomm.comm.session import on_close as closing
+from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
 from asynccomm.observe.chrome import DIRECTORY, write_trace
@@ -30,12 +31,14 @@ _tasks: set[asyncio.Task[None]] = set()
 
 
 @final
-class TraceScope:
+class TraceScope(Handle):
     """The result of ``Comm.trace``, a context manager.
 
     ``async with``: a collective; all ranks leave it at the same place, and rank 0 writes the trace of all ranks. Where
     the body raises, or the comm has broken, each rank writes its own instead. ``with``: each rank writes its own.
     """
+
+    _instead = "call comm.trace() there"
 
     def __init__(self, session: Session, path: Path, gather: Callable[[object, int], Work[Any]]) -> None:
         self._session = session

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Self, final
 
 from asynccomm.core.callsite import CallSite, show
+from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError, PeerLostError
@@ -107,7 +108,7 @@ class _MemberWatcher(Watcher):
 
 
 @final
-class EventStream(_MemberWatcher, AsyncIterator[Event]):
+class EventStream(Handle, _MemberWatcher, AsyncIterator[Event]):
     """The events of a comm from now on, for one reader: ``async for event in comm.events()``.
 
     The stream ends when the comm closes or ``close`` is called. Cancelling a wait for the next event is safe. Raises:
@@ -119,6 +120,8 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
         watchers: of the comm.
         detach: removes this watcher from the comm.
     """
+
+    _instead = "call comm.events() there"
 
     def __init__(
         self, mailbox: Mailbox, size: int, watchers: Watchers, detach: Callable[[EventStream], object]
@@ -232,7 +235,7 @@ class EventStream(_MemberWatcher, AsyncIterator[Event]):
 
 
 @final
-class Hook(_MemberWatcher):
+class Hook(Handle, _MemberWatcher):
     """Functions that are called with the events of a comm; ``remove`` ends that.
 
     Args:
@@ -243,6 +246,7 @@ class Hook(_MemberWatcher):
         detach: removes this watcher from the comm.
     """
 
+    _instead = "call comm.add_hook() there"
     detours = True
 
     def __init__(

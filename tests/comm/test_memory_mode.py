@@ -1,8 +1,11 @@
 """The mode of torch by itself; test_memory.py in methods has it on comms."""
 
 import asyncio
+import copy
+import pickle
 import threading
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -46,3 +49,11 @@ def test_tensors_that_are_no_plain_memory_stay() -> None:
         base.expand(2, 3, 3)
         base + 1
     assert made == [(3, 3)], "eye alone"
+
+
+def test_a_mode_is_never_copied() -> None:
+    mode = SharedMemoryMode(allocate)
+    assert copy.copy(mode) is mode
+    assert copy.deepcopy([mode]) == [mode]
+    with pytest.raises(TypeError, match=r"belongs to this process: call comm\.memory\(\) there"):
+        pickle.dumps(mode)
