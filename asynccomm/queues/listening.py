@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import socket
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -239,7 +240,7 @@ def _check(handle: QueueHandle, data: bytes, descriptors: int) -> QueueWelcome:
     return welcome
 
 
-_listening: set[QueueListener] = set()
+_listening: weakref.WeakSet[QueueListener] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:

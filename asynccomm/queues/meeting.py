@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Collection, Coroutine
+import weakref
+from collections.abc import Callable, Collection, Coroutine
 from itertools import chain, count
 from typing import Any, Final, final
-from weakref import WeakSet
 
 from asynccomm.backends.shm.segment import Segment, create
 from asynccomm.core.hosts import host_name
@@ -59,11 +59,13 @@ class QueueHost:
         self._options, self._rank, self._comm, self._due = options, rank, comm, set(ranks)
         self._ring, self._drops = ring_bytes(options.capacity), options.overflow == "drop_oldest"
         self._tasks: set[asyncio.Task[None]] = set()
-        self._participants: WeakSet[Doorbell] = WeakSet()  # of ends that are no ranks
+        self._participants: weakref.WeakSet[Doorbell] = weakref.WeakSet()  # of ends that are no ranks
         self._fd = -1
+        self._close_ring: Callable[[], object] = _nothing
         self.end: ReadingEnd | WritingEnd
         if writes:
             self._segment, self._fd = _new_ring(self._ring)
+            self._close_ring = weakref.finalize(self, os.close, self._fd)  # at the latest: the loop may end before
             self.end = WritingEnd(self._segment, self._ring, self._drops, options)
         else:
             self.end = ReadingEnd(options, len(self._due))
@@ -81,9 +83,8 @@ class QueueHost:
 
     def close(self) -> None:
         self.listener.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close_ring()
+        self._fd = -1
 
     def dismiss(self) -> None:
         """Accept no more ends, and leave those that are no ranks: no comm tells them of its error."""

@@ -7,18 +7,20 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import uvloop
 
-from asynccomm import ParticipantLostError, PeerLostError, attach_queue, new_comm
+from asynccomm import MessageQueue, ParticipantLostError, PeerLostError, attach_queue, new_comm
 from asynccomm.errors import BackendError
 from asynccomm.queues.layout import SLOTS
-from asynccomm.queues.meeting import attach
+from asynccomm.queues.meeting import QueueHost, attach
 from asynccomm.queues.options import QueueHandle, QueueOptions
 from tests.forkserver import Nursery
 from tests.queues.rings import from_afar, hosted, readers_of
@@ -197,6 +199,27 @@ def test_a_lost_rank_is_an_error_of_the_other_end(nursery: Nursery, one: str, vi
 
 def mapped_segments() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:asynccomm")
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("writes", [True, False], ids=["writes", "reads"])
+def test_a_queue_that_is_open_at_the_end_of_its_loop_leaves_no_descriptors(
+    writes: bool, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def made() -> MessageQueue:
+        host = QueueHost(writes, QueueOptions(), -1, "", ())
+        return host.queue(await host.open())
+
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of the queue and its socket
+        loop = new_loop()
+        queue = loop.run_until_complete(made())
+        del queue
+        loop.close()  # nothing that was posted runs any more
+        gc.collect()
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "tcp"])
