@@ -471,7 +471,8 @@ static PyType_Spec reader_spec = {"_ring.Reader", sizeof(Reader), 0, Py_TPFLAGS_
 /* ---- the next item ------------------------------------------------------------------------------------------------ */
 
 /* A call gives an awaitable, whose await takes the next item of those that were read ahead. It needs no coroutine for an item
- * of bytes that need no more checks; the coroutine function `wait` has the other cases. */
+ * of bytes that need no more checks; the coroutine function `wait` has the other cases. The argument of the call, the queue,
+ * is alive as long as the awaitable and the coroutine. */
 typedef struct {
     PyObject_HEAD
     PyObject *found, *should_yield, *finished, *wait, *end;
@@ -537,26 +538,30 @@ static PyObject *plain_item(Next *next)
 
 typedef struct {
     PyObject_HEAD
-    PyObject *next;
+    PyObject *next, *queue;
 } NextItem;
 
 static PyTypeObject *NextItem_Type;
 
-static PyObject *Next_call(PyObject *self, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(keywords))
+static PyObject *Next_call(PyObject *self, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
+    PyObject *queue;
+    if (!PyArg_UnpackTuple(args, "Next", 1, 1, &queue)) return NULL;
     NextItem *item = new_object(NextItem_Type);
-    if (item) item->next = self, Py_INCREF(self);
+    if (item) item->next = self, item->queue = queue, Py_INCREF(self), Py_INCREF(queue);
     return (PyObject *)item;
 }
 
 static void NextItem_dealloc(PyObject *self)
 {
     Py_XDECREF(((NextItem *)self)->next);
+    Py_XDECREF(((NextItem *)self)->queue);
     core_free(self);
 }
 
 static PyObject *NextItem_await(PyObject *self)
 {
+    PyObject *queue = ((NextItem *)self)->queue;
     Next *next = (Next *)((NextItem *)self)->next;
     if (!next->end) return PyErr_Format(PyExc_RuntimeError, "the queue was destroyed");
     PyObject *yields = PyObject_CallFunctionObjArgs(next->should_yield, NULL), *iterator = NULL;
@@ -566,7 +571,7 @@ static PyObject *NextItem_await(PyObject *self)
         iterator = PyObject_CallFunctionObjArgs(next->finished, item, NULL);
         Py_DECREF(item);
     } else if (!PyErr_Occurred()) {
-        PyObject *coroutine = PyObject_CallFunctionObjArgs(next->wait, next->end, yields, NULL);
+        PyObject *coroutine = PyObject_CallFunctionObjArgs(next->wait, next->end, yields, queue, NULL);
         if (coroutine) iterator = PyObject_CallMethodObjArgs(coroutine, name_await, NULL);
         Py_XDECREF(coroutine);
     }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import warnings
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, SupportsIndex, final
 
@@ -40,8 +42,9 @@ class MessageQueue(Handle, AsyncIterator[Any]):
     """One end of a queue; made by ``comm.queue`` and ``asynccomm.attach_queue``.
 
     A writer puts items, and a reader gets them; a call of the other kind raises RuntimeError. All methods without
-    ``_sync`` belong to the event loop that made the queue. ``async with`` closes the queue. In a forked child,
-    putting and getting items, and waiting for readers, raise ClosedError.
+    ``_sync`` belong to the event loop that made the queue. ``async with`` closes the queue; a queue that is dropped
+    unclosed gives a ResourceWarning, and leaves as one that has failed. In a forked child, putting and getting items,
+    and waiting for readers, raise ClosedError.
 
     A put is acknowledged when its call or await returns: the item is in memory that its readers share. Each of them
     gets the item, also if the writer is killed, unless the reader itself is lost, or the queue drops its oldest items.
@@ -210,7 +213,7 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
     def __anext__(self) -> Awaitable[Any]:
         """The next item, until the writers have closed the queue. Cancelling and other errors as in :meth:`get`."""
-        return self._reading().item()
+        return self._reading().item(self)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -245,10 +248,20 @@ class MessageQueue(Handle, AsyncIterator[Any]):
         if self._closed or self._in_child:
             return
         self._closed = True
-        if isinstance(self._end, WritingEnd):
-            self._end.end(failed=failed)
-        self._end.close()
-        self._close()
+        _leave(self._end, self._close, failed=failed)
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or self._in_child:
+            return
+        warnings.warn(
+            f"{self!r} was never closed: use `async with` or `await queue.aclose()`", ResourceWarning, 1, self
+        )
+        leave = partial(_leave, self._end, self._close, failed=True)  # without the queue, which is no more
+        try:
+            self._end.waiters.loop.call_soon_threadsafe(leave)
+        except RuntimeError:  # the loop is closed: nothing else uses the end
+            with suppress(RuntimeError):  # nor are there tasks to wake, or connections to end in order
+                leave()
 
     def _detach_in_child(self) -> None:
         """Refuse all calls in a forked child, which shares the ring but not the counters of its end."""
@@ -287,6 +300,13 @@ class MessageQueue(Handle, AsyncIterator[Any]):
 
     def __repr__(self) -> str:
         return f"<MessageQueue, {self.role}{', closed' if self._closed else ''}>"
+
+
+def _leave(end: ReadingEnd | WritingEnd, close: Callable[[], object], *, failed: bool) -> None:
+    if isinstance(end, WritingEnd):
+        end.end(failed=failed)
+    end.close()
+    close()
 
 
 _alive: weakref.WeakSet[MessageQueue] = weakref.WeakSet()

@@ -187,8 +187,9 @@ class ReadingEnd:
         self._found: deque[Found] = deque()
         self._error: AsyncCommError | None = None
         self._lock = threading.Lock()
-        #: its await takes the next item, or raises StopAsyncIteration; other errors as in ``next``
-        self.item: Callable[[], Awaitable[Any]] = partial(_NextItem, self)
+        #: its await takes the next item, or raises StopAsyncIteration; other errors as in ``next``; the argument is the
+        #: queue, which must not be dropped meanwhile
+        self.item: Callable[[object], Awaitable[Any]] = partial(_NextItem, self)
         if not isinstance(_core, CoreUnavailable) and not isinstance(_work, CoreUnavailable):
             streak = self.waiters.streak
             self.item = _core.Next(self._found, streak.should_yield, _work.finished, _next_item, self, self._plain)
@@ -339,8 +340,8 @@ class ReadingEnd:
             source.close()
 
 
-async def _next_item(end: ReadingEnd, yields: bool) -> Any:
-    """The next item; the loop runs other tasks first if ``yields``."""
+async def _next_item(end: ReadingEnd, yields: bool, queue: object) -> Any:
+    """The next item; the loop runs other tasks first if ``yields``. The coroutine keeps ``queue`` alive."""
     if yields:
         await asyncio.sleep(0)
     try:
@@ -356,8 +357,8 @@ async def _next_item(end: ReadingEnd, yields: bool) -> Any:
 class _NextItem:
     """``ReadingEnd.item`` in Python; in C, an item of bytes that was read ahead needs no coroutine."""
 
-    def __init__(self, end: ReadingEnd) -> None:
-        self._end = end
+    def __init__(self, end: ReadingEnd, queue: object) -> None:
+        self._end, self._queue = end, queue
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return _next_item(self._end, self._end.waiters.streak.should_yield()).__await__()
+        return _next_item(self._end, self._end.waiters.streak.should_yield(), self._queue).__await__()

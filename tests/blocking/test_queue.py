@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import threading
@@ -146,3 +147,12 @@ async def test_leaving_at_once_fails_the_readers() -> None:
         assert await queue.get() == 1
         with pytest.raises(QueueError):
             await queue.get()
+
+
+async def test_a_blocking_queue_that_was_dropped_leaves_its_queue() -> None:
+    async with hosted() as (_, queue):
+        readers = [await asyncio.to_thread(blocking.attach_queue, queue.handle)]
+        with pytest.warns(ResourceWarning, match="<MessageQueue, reader> was never closed"):
+            readers.clear()
+            gc.collect()
+            await until(lambda: not queue.statistics().behind)

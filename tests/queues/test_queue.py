@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import inspect
 import os
 import pickle
 import signal
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import uvloop
 
 from asynccomm import (
     ClosedError,
@@ -61,6 +65,93 @@ async def test_a_forked_child_leaves_a_queue_to_its_parent() -> None:
             reader.get_nowait()
         await queue.put("item")
         assert await reader.get() == "item"
+        await reader.aclose()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_reader_that_was_dropped_is_waited_for_no_more(run: Callable[..., object]) -> None:
+    async def main() -> None:
+        async with hosted(capacity=4096) as (_, queue):
+            readers = await readers_of(queue, 1)
+            before = len(os.listdir("/proc/self/fd"))
+            readers += await readers_of(queue, 3)
+            with pytest.warns(ResourceWarning, match="<MessageQueue, reader> was never closed: use `async with`"):
+                del readers[1:]
+                gc.collect()
+            await until(lambda: len(queue.statistics().behind) == 1)
+            await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+            for _ in range(10):
+                await queue.put(bytes(900))
+                assert await readers[0].get() == bytes(900)
+            await readers[0].aclose()
+
+    run(main())
+
+
+async def test_a_writer_that_was_dropped_has_failed() -> None:
+    async with hosted(writes=False) as (_, queue):
+        (writer,) = await readers_of(queue, 1)
+        await writer.put("last")
+        with pytest.warns(ResourceWarning, match="<MessageQueue, writer> was never closed"):
+            del writer
+            gc.collect()
+        assert await queue.get() == "last"
+        with pytest.raises(QueueError, match="has left the queue by an exception"):
+            await queue.get()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_queue_is_closed_when_it_is_dropped_after_its_loop(run: Callable[..., Any]) -> None:
+    async def main() -> MessageQueue:
+        async with hosted() as (_, queue):
+            await queue.put(b"item")
+            return await attach_queue(queue.handle)
+
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    queue = run(main())
+    with pytest.warns(ResourceWarning, match="never closed"):
+        del queue
+        gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("item", [b"plain", {"n": 1}], ids=["bytes", "object"])
+async def test_a_wait_for_the_next_item_keeps_the_queue(item: object) -> None:
+    async with hosted() as (_, queue):
+
+        async def first() -> Any:
+            got = await anext(await attach_queue(queue.handle))
+            gc.collect()
+            return got
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reading = asyncio.create_task(first())
+            await queue.wait_readers(1)
+            await until(lambda: reading.get_coro().cr_await is not None)  # type: ignore[attr-defined]
+            gc.collect()
+            assert not caught
+            await queue.put(item)
+            assert await reading == item
+        await until(lambda: not queue.statistics().behind)
+
+
+async def test_a_forked_child_drops_a_queue_without_a_trace() -> None:
+    async with hosted() as (_, queue):
+        readers = await readers_of(queue, 1)
+        pid = fork()
+        if pid == 0:
+            with ending_child(), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                dropped = weakref.ref(readers.pop())
+                gc.collect()
+                assert dropped() is None
+                assert not caught
+        assert await asyncio.to_thread(exit_code, pid) == 0
+        await queue.put("item")
+        assert await readers[0].get() == "item"
+        await readers[0].aclose()
 
 
 async def writer_calls(queue: MessageQueue) -> list[str]:
@@ -134,6 +225,7 @@ async def test_a_forked_child_cannot_use_a_queue_of_its_parent(writes: bool, ove
             await writer.put(bytes([number]) * 9000)
         assert await reader.get() == b"second"
         assert [len(item) for item in await reader.get_many()] == [9000] * 3
+        await other.aclose()
 
 
 async def test_a_forked_child_needs_no_lock_that_a_thread_of_its_parent_holds() -> None:
@@ -159,6 +251,7 @@ async def test_a_forked_child_needs_no_lock_that_a_thread_of_its_parent_holds() 
         finally:
             over.set()
             await holding
+        await reader.aclose()
 
 
 async def test_a_forked_child_attaches_by_the_handle() -> None:
