@@ -261,25 +261,31 @@ class Session:
         self.submitter.error = closed
 
     async def _free(self) -> None:
+        self._end_observers()
+        await self.resources.aclose()
+
+    def _end_observers(self) -> None:
         self.in_flight.deadlines.close()
         self.submitter.watchers.closed()
         if self.reporter is not None:
             self.reporter.end()
-        await self.resources.aclose()
 
     def discard(self) -> None:
         """End a comm that was dropped unclosed, without a reason for the peers. From any thread, at any time."""
         self.identity.free_name()
         self.submitter.abort()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing more is freed
-            self.mailbox.loop.call_soon_threadsafe(lambda: self.spawn(self._discard()))
+            self.mailbox.loop.call_soon_threadsafe(self._discard)
 
-    async def _discard(self) -> None:
+    def _discard(self) -> None:
         dropped = AbortedError(self.group.rank, f"comm {self.group.name!r} was dropped unclosed")
         self.submitter.error = self.error or dropped
         for work in self.in_flight.all():
             work.settle(dropped)
-        await self._free()
+        self._end_observers()
+        task = self.spawn(self.resources.aclose())
+        # a loop in its last turns ends before the task: the ResourceWarning of the comm is enough
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
 
     def detach_in_child(self) -> None:
         """Refuse all calls in a forked child, which owns neither the threads nor the connections."""
@@ -338,11 +344,12 @@ class Session:
         members, group = self.identity.members, self.group
         return located(error, group.name, members[error.rank], members[group.rank])
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run ``coroutine``; closing waits for it. On the loop."""
         task = self.mailbox.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _end_waits(self) -> None:
         self.in_flight.deadlines.close()

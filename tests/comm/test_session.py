@@ -331,6 +331,27 @@ def test_dropping_a_comm_at_the_end_of_its_loop_ends_the_control_channel() -> No
     assert not thread.is_alive()
 
 
+def test_a_comm_that_is_dropped_in_the_last_turns_of_its_loop_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def make() -> list[Comm]:
+        store = MemoryStore()
+        return list(await asyncio.gather(*(new_comm("loopback", store=store, rank=r, size=2) for r in range(2))))
+
+    async def turns(count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    for count in range(1, 5):
+        loop = asyncio.new_event_loop()
+        comms = loop.run_until_complete(make())
+        with pytest.warns(ResourceWarning, match="never closed"):
+            del comms
+            gc.collect()
+        loop.run_until_complete(turns(count))
+        loop.close()
+        gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 async def test_forgetting_to_close_warns() -> None:
     store = MemoryStore()
     comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)
