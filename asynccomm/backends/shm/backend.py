@@ -155,8 +155,11 @@ class ShmBackend(Backend):
         for window in list(self._windows):
             window.abort()
         self._withdraw()
-        with contextlib.suppress(RuntimeError):  # the loop may be closed
+        try:
             self._loop.call_soon_threadsafe(self._release)
+        except RuntimeError:  # the loop is closed
+            if all(window.closed for window in self._windows):  # the thread of an open one may still ring
+                self._release()
 
     def close_at_exit(self) -> None:
         self.abort()
@@ -175,16 +178,19 @@ class ShmBackend(Backend):
             self._mapping.descriptors.close_one(self._mapping.liveness_fd)
 
     def _release(self) -> None:
-        """Close the descriptors once no thread drives the engine. On the loop."""
-        if self._released:
+        """Close the descriptors once no thread drives the engine. On the loop; once it is closed, from any thread."""
+        if not self._released and not self._engine.idle(0.0):  # a thread is finishing a step
+            if not self._loop.is_closed():
+                self._loop.call_later(RELEASE_SECONDS, self._release)
             return
-        if not self._engine.idle(0.0):  # a thread is finishing a step
-            self._loop.call_later(RELEASE_SECONDS, self._release)
-            return
-        self._released = True
+        with self._withdrawing:
+            if self._released:
+                return
+            self._released = True
         for window in self._windows:
             window.close()
-        self._loop.remove_reader(self._bell)
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._bell)
         self._mapping.close()
         self._arena.release()
         os.close(self._bell)

@@ -1,18 +1,22 @@
 """Shared memory on real processes: the conformance suite, and what is shm's own."""
 
+import asyncio
+import gc
 import logging
 import logging.handlers
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 import torch
+import uvloop
 
-from asynccomm import new_comm
+from asynccomm import Comm, new_comm
 from asynccomm.testing import check_backend
 from tests.sampling import exhaustive, some
+from tests.waiting import until
 
 from ..conformance import MANY_RANKS  # noqa: TID252
 
@@ -95,3 +99,27 @@ async def test_messages_that_were_not_received_are_named_at_the_end(kind: str) -
         content = r"float32\[2\] of rank 0; float32\[2\] of rank 0, tag=2; an object of \d+ bytes of rank 0, tag=7"
         assert len(texts) == comm.rank
         assert all(re.fullmatch(named + content, text) for text in texts), texts
+
+
+def eventfds() -> int:
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.lexists(path) and os.readlink(path).endswith("[eventfd]") for path in paths)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_comm_that_is_dropped_after_its_loop_leaves_no_eventfd(run: Callable[..., Comm]) -> None:
+    async def made() -> Comm:
+        comm = await new_comm("shm", alone=True)
+        await comm.all_reduce(torch.ones(1))
+        return comm
+
+    def drop() -> None:
+        comm = run(made())
+        with pytest.warns(ResourceWarning, match="never closed"):
+            del comm
+            gc.collect()
+
+    drop()  # the progress thread of the process stays, and has an eventfd
+    before = eventfds()
+    drop()
+    asyncio.run(until(lambda: eventfds() <= before))
