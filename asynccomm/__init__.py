@@ -9,6 +9,10 @@ have the plugin installed.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asynccomm.core.interpreter import check_interpreter
+
+check_interpreter()
+
 if TYPE_CHECKING:
     from asynccomm import blocking as blocking
     from asynccomm import compat as compat
