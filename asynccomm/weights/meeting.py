@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -43,6 +44,7 @@ class PublisherSettings(Message, frozen=True):
     """The settings of a publisher that its servers need."""
 
     backend: str
+    id: str  #: differs from those of all others, also in other stores
 
 
 @final
@@ -58,6 +60,7 @@ class Meeting:
     timeout: float  #: seconds, of the comms
     hints: Mapping[str, str] | None
     publisher: int = 0  #: 0: not known yet
+    id: str = ""  #: of the publisher, for servers
 
     @classmethod
     async def open(
@@ -92,7 +95,7 @@ class Meeting:
 
     async def accept(self) -> None:
         """Let servers find the publisher."""
-        await self._room.set(f"{self.publisher}/open", dumps(PublisherSettings(self.backend)))
+        await self._room.set(f"{self.publisher}/open", dumps(PublisherSettings(self.backend, secrets.token_hex(8))))
 
     async def newcomer(self, number: int) -> None:
         """Wait until server ``number`` has asked to join. It may be lost by then."""
@@ -105,8 +108,13 @@ class Meeting:
 
     # -- for servers --------------------------------------------------------------------------------------------------
 
-    async def find(self, least: int) -> Self:
-        """Wait for the newest publisher that is open, from number ``least`` on. Raises: StoreTimeoutError."""
+    async def find(self, least: int = 1, *, ended: str = "") -> Self:
+        """Wait for the newest publisher that is open. Raises: StoreTimeoutError.
+
+        Args:
+            least: the number of the first one that may be found.
+            ended: the id of one that may not be found.
+        """
         deadline = time.monotonic() + self.timeout
         while True:
             number = max(least, await self._room.add("publishers", 0))
@@ -117,7 +125,10 @@ class Meeting:
                 if left <= LOOK_SECONDS:
                     raise StoreTimeoutError(f"no publisher {self.name!r} came within {self.timeout:g} s") from None
             else:
-                return replace(self, publisher=number, backend=loads(PublisherSettings, text).backend)
+                settings = loads(PublisherSettings, text)
+                if settings.id != ended:
+                    return replace(self, publisher=number, backend=settings.backend, id=settings.id)
+                least = number + 1
 
     async def replaced(self) -> None:
         """Wait until a newer publisher opens: this one may be lost, with keys that are left in the store."""

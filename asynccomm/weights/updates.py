@@ -58,8 +58,9 @@ class Site:
     timeout: float  #: seconds
     hints: Mapping[str, str] | None
     version: int = 0  #: in effect; 0: none
-    least: int = 1  #: the number of the first publisher that may be open; those before have ended
+    ended: str = ""  #: the id of the last publisher that has ended in order; its store may be there still
     occupied: bool = False  #: whether updates are open
+    opened: int = 0  #: the number of updates that were opened; only the versions of the last ones can be applied
 
 
 @final
@@ -83,10 +84,10 @@ class Update(Handle):
         To be called where no request is being answered. A module's tensors change places with the copy in which the
         version has arrived, without copying; the values of a mapping, views and DTensors are copied into.
 
-        Raises: RuntimeError: the iteration has gone on without it, or it arrives in place and is not complete;
-            ValueError: the server's state has other tensors than it had.
+        Raises: RuntimeError: the iteration has gone on without it, the server has opened other updates, or it arrives
+            in place and is not complete; ValueError: the server's state has other tensors than it had.
         """
-        if self._dropped:
+        if self._dropped or not (self._applied or self._updates._is_latest()):
             raise RuntimeError(f"version {self.version} was not applied in its turn, and is no longer there")
         if not self._arrived.done():
             raise RuntimeError(f"version {self.version} arrives in place: await update.receive()")
@@ -139,6 +140,7 @@ class Updates(Handle, AsyncIterator[Update]):
     def __init__(self, site: Site, automatic: bool) -> None:
         """Not for users: see :meth:`Server.updates`."""
         self._site, self._automatic = site, automatic
+        self._number = 0
         self._resources = AsyncExitStack()
         self._process = os.getpid()
         self._links: list[TrainerLink] = []  # of the first trainer, then of the others
@@ -178,12 +180,13 @@ class Updates(Handle, AsyncIterator[Update]):
             stack.push_async_callback(meeting.aclose)
             self._staging = Staging(site.read, in_place=site.in_place)
             stack.push_async_callback(self._close_links)
-            found = await meeting.find(site.least)
+            found = await meeting.find(ended=site.ended)
             while not await self._joined(found):
                 found = await meeting.find(found.publisher + 1)
             lead = self._links[0].talk
+            site.opened = self._number = site.opened + 1
             self._running = asyncio.create_task(self._run(lead))
-            stack.push_async_callback(self._stop, self._running, lead, found.publisher)
+            stack.push_async_callback(self._stop, self._running, lead, found.id)
             self._resources = stack.pop_all()
         return self
 
@@ -256,11 +259,11 @@ class Updates(Handle, AsyncIterator[Update]):
             self._reason = reason_of(exc)
         await self._resources.aclose()
 
-    async def _stop(self, running: asyncio.Task[None], lead: Conversation, publisher: int) -> None:
+    async def _stop(self, running: asyncio.Task[None], lead: Conversation, publisher: str) -> None:
         running.cancel()
         await asyncio.wait([running])
         if isinstance(lead.ended, FinishedError):  # after an error the publisher may be there, and this server lost
-            self._site.least = publisher + 1
+            self._site.ended = publisher
 
     async def _close_links(self) -> None:
         await asyncio.gather(*(link.aclose(self._reason) for link in self._links))
@@ -335,6 +338,9 @@ class Updates(Handle, AsyncIterator[Update]):
             self._free.clear()
         if self._automatic or not self._site.in_place:
             self._give(update)
+
+    def _is_latest(self) -> bool:
+        return self._site.opened == self._number
 
     def _get_ready(self) -> None:
         for link in self._links:

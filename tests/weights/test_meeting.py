@@ -42,6 +42,24 @@ async def test_a_server_finds_the_newest_publisher() -> None:
         await (await place(MemoryStore(), 0.01)).find(1)
 
 
+async def test_a_publisher_that_has_ended_is_not_found_again_but_one_in_a_new_store_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    trainer = await place(MemoryStore())
+    await trainer.of(await trainer.register()).accept()
+    ended = (await trainer.find()).id
+    finding = asyncio.ensure_future(trainer.find(ended=ended))
+    await asyncio.wait([finding], timeout=0.02)
+    assert not finding.done()
+    await trainer.of(await trainer.register()).accept()
+    assert (await finding).publisher == 2
+    other = await place(MemoryStore())
+    await other.of(await other.register()).accept()
+    found = await other.find(ended=ended)
+    assert (found.publisher, found.id != ended) == (1, True)
+
+
 async def test_a_publisher_is_replaced_also_after_one_that_was_lost_before_it_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -306,6 +306,37 @@ async def test_updates_end_with_the_publisher_and_may_be_opened_again() -> None:
             await anext(server.updates())
 
 
+async def test_a_version_that_was_kept_is_not_applied_once_other_updates_are_open() -> None:
+    async with loopback_world(1) as comms:
+        mine, theirs = state(1), state()
+        server = Server(theirs, store=comms[0], timeout=10)
+        async with asyncio.timeout(LIMIT), publishers(comms, [mine], servers=0) as (publisher,):
+            await publisher.push()
+            async with server.updates() as updates:
+                kept = await anext(updates)
+            async with server.updates() as updates:
+                (await anext(updates)).apply()
+                fill(mine, 2)
+                pushing = asyncio.create_task(publisher.push())
+                (await anext(updates)).apply()
+                await pushing
+                with pytest.raises(RuntimeError, match="version 1 was not applied in its turn"):
+                    kept.apply()
+            assert content(theirs) == server.version == 2
+
+
+async def test_a_version_is_applied_after_its_updates_were_left() -> None:
+    async with loopback_world(1) as comms:
+        theirs = state()
+        server = Server(theirs, store=comms[0], timeout=10)
+        async with asyncio.timeout(LIMIT), publishers(comms, [state(1)], servers=0) as (publisher,):
+            await publisher.push()
+            async with server.updates() as updates:
+                kept = await anext(updates)
+            kept.apply()
+            assert content(theirs) == server.version == 1
+
+
 async def test_a_server_that_has_left_joins_the_same_publisher_again() -> None:
     async with loopback_world(1) as comms:
         mine, theirs = state(1), state()
