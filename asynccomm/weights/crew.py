@@ -185,7 +185,7 @@ class Crew:
 
     async def _deliver(self, order: Deliver, request: PushRequest | None) -> None:
         for number in order.gone:
-            await self._reception.drop(number, "the server has left")
+            await self._drop(number, "the server has left")
         if order.push:
             await self._group.barrier(timeout=math.inf)  # all trainers have called: till here, each may still cancel
         members, lost = await self._reception.members(order.servers)
@@ -204,9 +204,13 @@ class Crew:
                 member.talk.say(Abandon(order.job, outcome.reason) if outcome.reason else Complete(order.job))
                 member.version = member.version if outcome.reason else order.version
         for number, reason in outcome.lost.items():
-            await self._reception.drop(number, reason)
+            await self._drop(number, reason)
         if request is not None:
             self._finish(order, request, outcome, labels, error)
+
+    async def _drop(self, number: int, reason: str) -> None:
+        await self._dispatch.forget(number)
+        await self._reception.drop(number, reason)
 
     def _finish(
         self,

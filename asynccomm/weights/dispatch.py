@@ -153,10 +153,7 @@ class Dispatch:
 
         Raises: AsyncCommError, also as soon as one of them has left or has ended the attempt.
         """
-        numbers = {member.number for member in group}
-        for old in [old for old in self._fans if {*old} & numbers]:
-            _, comm = self._fans.pop(old)
-            await comm.aclose()
+        await self.forget(*(member.number for member in group))
         ends = [_answered(member, job, attempt) for member in group]
         return await self._meeting.fan(self._rank, key, 0, len(group) + 1, ends, "a server did not wait for the fan")
 
@@ -185,6 +182,12 @@ class Dispatch:
             for member in members:
                 tasks.create_task(one(member))
         return sorted(kept, key=lambda member: member.number)
+
+    async def forget(self, *numbers: int) -> None:
+        """Close the fans with any of these servers."""
+        for old in [old for old in self._fans if {*old} & {*numbers}]:
+            _, comm = self._fans.pop(old)
+            await comm.aclose()
 
     async def aclose(self) -> None:
         """Close the fans."""

@@ -18,6 +18,7 @@ from asynccomm.weights import Publisher, Server, dispatch, trainer_link
 from asynccomm.weights import meeting as meeting_module
 from asynccomm.weights.meeting import Meeting
 from tests.forkserver import Nursery
+from tests.waiting import until
 from tests.weights.scenes import Served, content, fill, publishers, state
 
 BUCKET_MB = 1e-4
@@ -115,16 +116,35 @@ async def test_where_a_fan_fails_each_server_gets_its_own(monkeypatch: pytest.Mo
                     assert content(each.tensors) == 1
 
 
-async def test_a_fan_is_made_again_when_servers_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    fans: list[Comm] = []
+@pytest.fixture
+def fans(monkeypatch: pytest.MonkeyPatch) -> list[Comm]:
+    """The fans that are made."""
+    found: list[Comm] = []
     original = dispatch.Dispatch._new_fan
 
     async def noted(self: dispatch.Dispatch, *arguments: Any) -> Comm:
         comm = await original(self, *arguments)
-        fans.append(comm)
+        found.append(comm)
         return comm
 
     monkeypatch.setattr(dispatch.Dispatch, "_new_fan", noted)
+    return found
+
+
+async def test_the_fan_of_a_server_that_has_left_or_is_lost_is_closed(fans: list[Comm]) -> None:
+    async with loopback_world(1) as comms, publishers(comms, [state(1)], servers=0) as (publisher,):
+        await publisher.push()
+        for number in range(3):
+            served = Served(comms[0], state())
+            await served.reached(number + 1)
+            await served.leave()
+            await until(lambda: not publisher.servers)
+            await publisher.push()
+            assert len(fans) == number + 1
+            assert all(", closed" in repr(fan) for fan in fans)
+
+
+async def test_a_fan_is_made_again_when_servers_come_and_go(fans: list[Comm]) -> None:
     async with loopback_world(1) as comms:
         served = [Served(comms[0], state()) for _ in range(2)]
         async with publishers(comms, [state(1)], servers=2) as (publisher,):
