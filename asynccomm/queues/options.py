@@ -90,7 +90,8 @@ class QueueHandle(Message, frozen=True):
         try:
             return cast(Self, loads(cls, text))
         except MessageError as exc:
-            raise ValueError(f"handle must be a queue's handle, got {text!r:.200}") from exc
+            # a handle that was changed has secrets
+            raise ValueError(f"handle must be a queue's handle, got {text!r:.12}..., {len(text)} characters") from exc
 
 
 @final
