@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard()
         return 128 + signal.SIGPIPE
     except OSError as exc:
-        if exc.errno not in _WRITE_ERRORS:
+        if exc.errno not in _WRITE_ERRORS or exc.filename is not None:  # an error of a file has its name
             raise
         _discard()
         print(f"asynccomm: cannot write the output: {exc.strerror}", file=sys.stderr)

@@ -1,3 +1,4 @@
+import errno
 import io
 import os
 import signal
@@ -68,6 +69,15 @@ def test_output_that_cannot_be_written_is_an_error(buffered: bool, capsys: pytes
         assert main(["doctor"]) == 1
         stdout.close()
     assert capsys.readouterr().err == "asynccomm: cannot write the output: No space left on device\n"
+
+
+def test_a_full_disk_under_another_file_is_no_error_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
+
+    monkeypatch.setattr(doctor, "_doctor", fill)
+    with pytest.raises(OSError, match="No space left on device: 'file'"):
+        main(["doctor"])
 
 
 def test_characters_that_the_output_does_not_encode_are_escaped(tmp_path: Path) -> None:
