@@ -345,5 +345,5 @@ def describe_exception(exc: BaseException) -> str:
     except Exception:  # an error in a user's class, which must not replace ``exc``
         text = "<exception str() failed>"  # as in Python's tracebacks
     if not text and type(exc).__name__ == "CancelledError":  # by name, as the import of asyncio takes long
-        text = "the task was cancelled"
+        text = "it was cancelled"
     return f"{type(exc).__name__}: {text}" if text else type(exc).__name__

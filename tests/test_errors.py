@@ -183,6 +183,6 @@ class Unreadable(Exception):
 def test_the_description_of_an_error() -> None:
     assert describe_exception(ValueError("x")) == "ValueError: x"
     assert describe_exception(ValueError()) == "ValueError"
-    assert describe_exception(asyncio.CancelledError()) == "CancelledError: the task was cancelled"
+    assert describe_exception(asyncio.CancelledError()) == "CancelledError: it was cancelled"
     assert describe_exception(asyncio.CancelledError("SIGTERM")) == "CancelledError: SIGTERM"
     assert describe_exception(Unreadable()) == "Unreadable: <exception str() failed>"
