@@ -305,8 +305,9 @@ class Comm(
         session = getattr(self, "_session", None)
         if session is None or session.closed or session.backend is None:
             return
-        warnings.warn(f"{self!r} was never closed: use `async with` or `await comm.aclose()`", ResourceWarning, 1, self)
         session.discard()
+        # last, as it is an error where the program says so
+        warnings.warn(f"{self!r} was never closed: use `async with` or `await comm.aclose()`", ResourceWarning, 1, self)
 
 
 def check_comm(comm: object) -> None:

@@ -65,7 +65,9 @@ class QueueHost:
         self.end: ReadingEnd | WritingEnd
         if writes:
             self._segment, self._fd = _new_ring(self._ring)
-            self._close_ring = weakref.finalize(self, os.close, self._fd)  # at the latest: the loop may end before
+            closing = weakref.finalize(self, os.close, self._fd)  # at the latest: the loop may end before
+            closing.atexit = False  # threads with loops go on at exit, and admit ends
+            self._close_ring = closing
             self.end = WritingEnd(self._segment, self._ring, self._drops, options)
         else:
             self.end = ReadingEnd(options, len(self._due))

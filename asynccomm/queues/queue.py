@@ -253,15 +253,14 @@ class MessageQueue(Handle, AsyncIterator[Any]):
     def __del__(self) -> None:
         if getattr(self, "_closed", True) or self._in_child:
             return
-        warnings.warn(
-            f"{self!r} was never closed: use `async with` or `await queue.aclose()`", ResourceWarning, 1, self
-        )
         leave = partial(_leave, self._end, self._close, failed=True)  # without the queue, which is no more
         try:
             self._end.waiters.loop.call_soon_threadsafe(leave)
         except RuntimeError:  # the loop is closed: nothing else uses the end
-            with suppress(RuntimeError):  # nor are there tasks to wake, or connections to end in order
+            with suppress(RuntimeError):  # nor are there connections to end in order
                 leave()
+        # last, as it is an error where the program says so
+        warnings.warn(f"{self!r} was never closed: use it in a `with` block, or close it", ResourceWarning, 1, self)
 
     def _detach_in_child(self) -> None:
         """Refuse all calls in a forked child, which shares the ring but not the counters of its end."""

@@ -44,7 +44,8 @@ class Waiters:
     def wake_soon(self) -> None:
         """Wake all. From any thread."""
         if self._waiting:
-            self.loop.call_soon_threadsafe(self.wake)
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and no task goes on
+                self.loop.call_soon_threadsafe(self.wake)
 
     async def wait(self, attempt: Callable[[], T | None]) -> T:
         """The first result of ``attempt``. Cancelling is safe. Raises the errors of ``attempt``."""

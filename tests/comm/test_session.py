@@ -313,6 +313,23 @@ def test_dropping_a_comm_of_a_closed_loop_ends_the_control_channel() -> None:
     assert not thread.is_alive()
 
 
+def test_a_dropped_comm_ends_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def make() -> Comm:
+        return await new_comm("loopback", store=MemoryStore(), rank=0, size=1)
+
+    comm = asyncio.run(make())
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "asynccomm control"]
+    seen: list[Any] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(sys, "unraisablehook", lambda args: seen.append(args.exc_type))
+        del comm
+        gc.collect()
+    assert seen == [ResourceWarning]
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_dropping_a_comm_at_the_end_of_its_loop_ends_the_control_channel() -> None:
     """What it puts on the loop is not done any more."""
 

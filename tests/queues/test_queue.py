@@ -9,6 +9,7 @@ import inspect
 import os
 import pickle
 import signal
+import sys
 import threading
 import warnings
 import weakref
@@ -75,7 +76,7 @@ def test_a_reader_that_was_dropped_is_waited_for_no_more(run: Callable[..., obje
             readers = await readers_of(queue, 1)
             before = len(os.listdir("/proc/self/fd"))
             readers += await readers_of(queue, 3)
-            with pytest.warns(ResourceWarning, match="<MessageQueue, reader> was never closed: use `async with`"):
+            with pytest.warns(ResourceWarning, match="<MessageQueue, reader> was never closed: use it in a"):
                 del readers[1:]
                 gc.collect()
             await until(lambda: len(queue.statistics().behind) == 1)
@@ -96,6 +97,20 @@ async def test_a_writer_that_was_dropped_has_failed() -> None:
             del writer
             gc.collect()
         assert await queue.get() == "last"
+        with pytest.raises(QueueError, match="has left the queue by an exception"):
+            await queue.get()
+
+
+async def test_a_dropped_end_leaves_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    async with hosted(writes=False) as (_, queue):
+        (writer,) = await readers_of(queue, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            monkeypatch.setattr(sys, "unraisablehook", lambda args: seen.append(args.exc_type))
+            del writer
+            gc.collect()
+        assert seen == [ResourceWarning]
         with pytest.raises(QueueError, match="has left the queue by an exception"):
             await queue.get()
 
