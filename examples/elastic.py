@@ -228,7 +228,8 @@ class Heard:
 async def watch(backend: str, victim: str, kill_at: int) -> None:
     command = [sys.executable, "-m", "asynccomm", "run", "-n", str(RANKS), "--elastic", "--restart", "1", "--no-prefix"]
     script = [__file__, "--role", "rank", "--backend", backend, "--at", str(kill_at)]
-    run = await asyncio.create_subprocess_exec(*command, *script, stdout=asyncio.subprocess.PIPE)
+    # in a process group of its own, Ctrl-C reaches it once: from here
+    run = await asyncio.create_subprocess_exec(*command, *script, stdout=asyncio.subprocess.PIPE, process_group=0)
     assert run.stdout is not None
     heard = Heard()
     try:

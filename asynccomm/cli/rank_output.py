@@ -10,7 +10,8 @@ from typing import IO, final
 from asynccomm.cli.output import OutputSink, PipeReader, Prefixer, Tail
 from asynccomm.cli.tracebacks import SeenTracebacks, TracebackFolder
 
-FOLD_SECONDS = 0.1  # for a traceback to go on, after its last line
+FOLD_SECONDS = 0.1  # for a chain to follow a traceback
+STACK_SECONDS = 2.0  # for the next line inside a traceback: Python searches all folders for the source of each frame
 
 
 @final
@@ -129,7 +130,8 @@ class RankOutput:
             self._timer.cancel()
             self._timer = None
         if self._folder.holds:
-            self._timer = asyncio.get_running_loop().call_later(FOLD_SECONDS, self._flush)
+            seconds = FOLD_SECONDS if self._folder.complete else STACK_SECONDS
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._flush)
 
     def _on_stdout_start(self, start: bytes) -> None:
         self._show([start], self._out_prefix, self._terminal.out)

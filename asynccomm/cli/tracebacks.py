@@ -62,6 +62,11 @@ class TracebackFolder:
         """Whether lines are held back; call ``flush`` if no line comes soon."""
         return bool(self._lines)
 
+    @property
+    def complete(self) -> bool:
+        """Whether the lines that are held back may be all of a traceback, unless a chain follows."""
+        return self._state is _State.END
+
     def feed(self, lines: list[bytes]) -> list[bytes]:
         """The lines to print now."""
         shown: list[bytes] = []
@@ -77,7 +82,7 @@ class TracebackFolder:
 
     def flush(self) -> list[bytes]:
         """The lines that are held back: the traceback, or the line in its place."""
-        lines, error, complete = self._lines, self._error, self._state is _State.END
+        lines, error, complete = self._lines, self._error, self.complete
         self._reset()
         if not complete or not error:
             return lines

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
+from tests.waiting import until
 
 pytestmark = pytest.mark.real_python
 
@@ -49,6 +50,29 @@ async def test_full_disk_costs_the_log_only(capfd: pytest.CaptureFixture[str]) -
     log.write([b"line\n"])
     await asyncio.wait_for(terminal.drain(), 10)
     assert capfd.readouterr().err == "asynccomm: /dev/full is not written any more: No space left on device\n"
+
+
+async def test_a_traceback_with_a_pause_inside_is_still_one(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asynccomm.cli.rank_output.FOLD_SECONDS", 0.0)
+    monkeypatch.setattr("asynccomm.cli.rank_output.STACK_SECONDS", 60.0)
+    terminal = Terminal()
+    terminal.tracebacks.interrupted = True
+    output = RankOutput(terminal, 0, b"[0] ")
+    (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+    output.attach(os.fdopen(out_read, "rb", buffering=0), os.fdopen(err_read, "rb", buffering=0))
+    for number, piece in enumerate((b"Traceback (most recent call last):\n", b"  File\n", b"KeyboardInterrupt\n")):
+        os.write(err_write, piece)
+        await until(lambda passed=number + 1: len(output.tail.lines()) == passed)
+        for _ in range(5):  # a timer of 0 s would have ended
+            await asyncio.sleep(0)
+    await asyncio.wait_for(terminal.drain(), 10)
+    output.close()
+    await asyncio.wait_for(terminal.drain(), 10)
+    assert capfd.readouterr().err == "[0] KeyboardInterrupt\n"
+    os.close(out_write)
+    os.close(err_write)
 
 
 # -- as seen from outside
