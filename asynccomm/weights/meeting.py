@@ -3,7 +3,7 @@
 Keys, under the publisher's name::
 
     publishers             the number of publishers so far: a publisher that is started again gets the next one
-    <p>/open               settings of publisher p, once it accepts servers
+    <p>/open               settings of publisher p, from when it accepts servers; in the end, that it has closed
     <p>/servers            the number of servers that have asked to join publisher p
     <p>/server/<n>         exists when server n waits for its welcome
     <p>/pair/<t>/<n>       the rendezvous of the comm of trainer t and server n
@@ -13,8 +13,6 @@ Keys, under the publisher's name::
 from __future__ import annotations
 
 import asyncio
-import math
-import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +27,7 @@ from asynccomm.comm.pairs import meet, meeting_place
 from asynccomm.comm.pending import PendingComm
 from asynccomm.control.timing import CONNECT_SECONDS
 from asynccomm.control.transport.schema import Message, dumps, loads
-from asynccomm.errors import BrokenError, StoreTimeoutError
+from asynccomm.errors import AsyncCommError, BrokenError, StoreTimeoutError
 from asynccomm.options import CommOptions, check_name
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
 from asynccomm.store.base import Store
@@ -37,6 +35,7 @@ from asynccomm.store.base import Store
 __all__ = ["Meeting", "PublisherSettings"]
 
 LOOK_SECONDS: Final = 2.0  # between looks for publishers and servers that took a number, and have not written their key
+CLOSE_SECONDS: Final = 2.0  # for the store to answer a publisher that closes
 
 
 @final
@@ -44,7 +43,7 @@ class PublisherSettings(Message, frozen=True):
     """The settings of a publisher that its servers need."""
 
     backend: str
-    id: str  #: differs from those of all others, also in other stores
+    closed: bool = False  #: whether it accepts no more servers
 
 
 @final
@@ -60,7 +59,6 @@ class Meeting:
     timeout: float  #: seconds, of the comms
     hints: Mapping[str, str] | None
     publisher: int = 0  #: 0: not known yet
-    id: str = ""  #: of the publisher, for servers
 
     @classmethod
     async def open(
@@ -95,7 +93,13 @@ class Meeting:
 
     async def accept(self) -> None:
         """Let servers find the publisher."""
-        await self._room.set(f"{self.publisher}/open", dumps(PublisherSettings(self.backend, secrets.token_hex(8))))
+        await self._room.set(f"{self.publisher}/open", dumps(PublisherSettings(self.backend)))
+
+    async def close(self) -> None:
+        """Let servers pass the publisher over, if the store answers."""
+        with suppress(AsyncCommError, TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._room.set(f"{self.publisher}/open", dumps(PublisherSettings(self.backend, closed=True)))
 
     async def newcomer(self, number: int) -> None:
         """Wait until server ``number`` has asked to join. It may be lost by then."""
@@ -108,12 +112,10 @@ class Meeting:
 
     # -- for servers --------------------------------------------------------------------------------------------------
 
-    async def find(self, least: int = 1, *, ended: str = "") -> Self:
-        """Wait for the newest publisher that is open. Raises: StoreTimeoutError.
+    async def find(self, least: int = 1) -> Self:
+        """Wait for the newest publisher that is open, with the number ``least`` or a higher one.
 
-        Args:
-            least: the number of the first one that may be found.
-            ended: the id of one that may not be found.
+        Raises: StoreTimeoutError.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -126,13 +128,24 @@ class Meeting:
                     raise StoreTimeoutError(f"no publisher {self.name!r} came within {self.timeout:g} s") from None
             else:
                 settings = loads(PublisherSettings, text)
-                if settings.id != ended:
-                    return replace(self, publisher=number, backend=settings.backend, id=settings.id)
+                if not settings.closed:
+                    return replace(self, publisher=number, backend=settings.backend)
                 least = number + 1
 
-    async def replaced(self) -> None:
-        """Wait until a newer publisher opens: this one may be lost, with keys that are left in the store."""
-        await replace(self, timeout=math.inf).find(self.publisher + 1)
+    async def passed(self) -> None:
+        """Wait until this publisher has closed, or a newer one opens: this one may be lost, with its keys left."""
+        look = replace(self, timeout=LOOK_SECONDS)
+        while not await self.closed():
+            with suppress(StoreTimeoutError):
+                await look.find(self.publisher + 1)
+                return
+
+    async def closed(self) -> bool:
+        """Whether this publisher has closed."""
+        settings: PublisherSettings = loads(
+            PublisherSettings, await self._room.get(f"{self.publisher}/open", self.timeout)
+        )
+        return settings.closed
 
     async def enter(self) -> int:
         """Ask to join the publisher; returns this server's number."""

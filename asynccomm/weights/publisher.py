@@ -161,6 +161,7 @@ class Publisher(Handle):
             stack.push_async_callback(self._end, self._crew)
             if self._crew.first:
                 await meeting.accept()
+                stack.push_async_callback(meeting.close)
                 greeting = asyncio.create_task(self._reception.greet(self._crew.order, self._on_news))
                 stack.push_async_callback(_cancel, greeting)
                 if not self._expected:

@@ -95,9 +95,10 @@ class Reception:
         except BaseException as exc:
             if number in self._connecting:
                 self._given_up.append(number)
+            closes = isinstance(exc, asyncio.CancelledError)  # only then is a welcome cancelled
             if talk is not None:
                 with suppress(AsyncCommError):
-                    await talk.abort(describe_exception(exc))
+                    await _end(talk, self.reason if closes else describe_exception(exc))
             if not isinstance(exc, (AsyncCommError, FinishedError, MessageError, TimeoutError)):
                 raise
             _log.warning("%s could not join the trainers: %s: %s", label, type(exc).__name__, exc)
@@ -178,14 +179,19 @@ class Reception:
 
     async def aclose(self) -> None:
         """End the exchange with all servers."""
-        for welcoming in list(self._tasks):
-            welcoming.cancel()
-            await asyncio.wait([welcoming])
+        welcoming = list(self._tasks)
+        for task in welcoming:
+            task.cancel()
+        await asyncio.gather(*welcoming, return_exceptions=True)
         members = [await _result(task) for task in self._connecting.values()]
-        talks = [member.talk for member in members if member is not None]
-        await asyncio.gather(*(talk.abort(self.reason) if self.reason else talk.aclose() for talk in talks))
+        await asyncio.gather(*(_end(member.talk, self.reason) for member in members if member is not None))
         self._connecting.clear()
         self.connected.clear()
+
+
+async def _end(talk: Conversation, reason: str) -> None:
+    """End the exchange with a server in order; with a ``reason``: by that error."""
+    await (talk.abort(reason) if reason else talk.aclose())
 
 
 async def _result(task: asyncio.Task[ServerLink | None] | None) -> ServerLink | None:

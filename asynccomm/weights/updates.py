@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm, reason_of
 from asynccomm.core.handles import Handle
-from asynccomm.errors import AsyncCommError, ClosedError, RendezvousError, describe_exception
+from asynccomm.errors import AsyncCommError, BrokenError, ClosedError, RendezvousError, describe_exception
 from asynccomm.store.base import Store, within
 from asynccomm.weights.conversation import (
     SERVER,
@@ -58,7 +58,6 @@ class Site:
     timeout: float  #: seconds
     hints: Mapping[str, str] | None
     version: int = 0  #: in effect; 0: none
-    ended: str = ""  #: the id of the last publisher that has ended in order; its store may be there still
     occupied: bool = False  #: whether updates are open
     opened: int = 0  #: the number of updates that were opened; only the versions of the last ones can be applied
 
@@ -180,30 +179,37 @@ class Updates(Handle, AsyncIterator[Update]):
             stack.push_async_callback(meeting.aclose)
             self._staging = Staging(site.read, in_place=site.in_place)
             stack.push_async_callback(self._close_links)
-            found = await meeting.find(ended=site.ended)
+            found = await meeting.find()
             while not await self._joined(found):
                 found = await meeting.find(found.publisher + 1)
-            lead = self._links[0].talk
             site.opened = self._number = site.opened + 1
-            self._running = asyncio.create_task(self._run(lead))
-            stack.push_async_callback(self._stop, self._running, lead, found.id)
+            self._running = asyncio.create_task(self._run(self._links[0].talk))
+            stack.push_async_callback(_stop, self._running)
             self._resources = stack.pop_all()
         return self
 
     async def _joined(self, meeting: Meeting) -> bool:
-        """Join a publisher. Returns whether this succeeded before a newer one opened."""
+        """Join a publisher. Returns whether this succeeded before it closed, or a newer one opened."""
         joining = asyncio.ensure_future(self._join(meeting))
-        replaced = asyncio.ensure_future(meeting.replaced())
+        passed = asyncio.ensure_future(meeting.passed())
+        joined = False
         try:
-            await asyncio.wait([joining, replaced], return_when=asyncio.FIRST_COMPLETED)
-            if joining.done():
-                joining.result()
-            return joining.done()
+            await asyncio.wait([joining, passed], return_when=asyncio.FIRST_COMPLETED)
+            if not joining.done():
+                return False
+            if (
+                isinstance(joining.exception(), (BrokenError, RendezvousError, FinishedError))
+                and await meeting.closed()
+            ):
+                return False
+            joining.result()
+            joined = True
+            return True
         finally:
-            for task in (joining, replaced):
+            for task in (joining, passed):
                 task.cancel()
-            await asyncio.wait([joining, replaced])
-            if joining.cancelled():
+            await asyncio.wait([joining, passed])
+            if not joined:
                 await self._close_links()
 
     async def _join(self, meeting: Meeting) -> None:
@@ -258,12 +264,6 @@ class Updates(Handle, AsyncIterator[Update]):
         if exc is not None:
             self._reason = reason_of(exc)
         await self._resources.aclose()
-
-    async def _stop(self, running: asyncio.Task[None], lead: Conversation, publisher: str) -> None:
-        running.cancel()
-        await asyncio.wait([running])
-        if isinstance(lead.ended, FinishedError):  # after an error the publisher may be there, and this server lost
-            self._site.ended = publisher
 
     async def _close_links(self) -> None:
         await asyncio.gather(*(link.aclose(self._reason) for link in self._links))
@@ -358,6 +358,11 @@ class Updates(Handle, AsyncIterator[Update]):
 
     def __repr__(self) -> str:
         return f"<Updates of server {self._site.label!r}, version {self._site.version} in effect>"
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def _all(tasks: Sequence[asyncio.Future[T]]) -> list[T]:

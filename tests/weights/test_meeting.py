@@ -42,36 +42,48 @@ async def test_a_server_finds_the_newest_publisher() -> None:
         await (await place(MemoryStore(), 0.01)).find(1)
 
 
-async def test_a_publisher_that_has_ended_is_not_found_again_but_one_in_a_new_store_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_publisher_that_has_closed_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     trainer = await place(MemoryStore())
     await trainer.of(await trainer.register()).accept()
-    ended = (await trainer.find()).id
-    finding = asyncio.ensure_future(trainer.find(ended=ended))
+    passed = asyncio.ensure_future((await trainer.find()).passed())
+    await asyncio.wait([passed], timeout=0.02)
+    assert not passed.done()
+    assert not await trainer.of(1).closed()
+    await trainer.of(1).close()
+    assert await trainer.of(1).closed()
+    await asyncio.wait_for(passed, 10)
+    finding = asyncio.ensure_future(trainer.find())
     await asyncio.wait([finding], timeout=0.02)
     assert not finding.done()
     await trainer.of(await trainer.register()).accept()
     assert (await finding).publisher == 2
-    other = await place(MemoryStore())
-    await other.of(await other.register()).accept()
-    found = await other.find(ended=ended)
-    assert (found.publisher, found.id != ended) == (1, True)
 
 
-async def test_a_publisher_is_replaced_also_after_one_that_was_lost_before_it_opened(
+async def test_closing_waits_for_a_store_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
+    store = MemoryStore()
+    trainer = (await place(store)).of(1)
+
+    async def no_answer(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(MemoryStore, "set", no_answer)
+    await asyncio.wait_for(trainer.close(), 10)
+
+
+async def test_a_publisher_is_passed_over_also_after_one_that_was_lost_before_it_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     meeting = await place(MemoryStore())
     await meeting.of(await meeting.register()).accept()
-    replaced = asyncio.ensure_future((await meeting.find(1)).replaced())
+    passed = asyncio.ensure_future((await meeting.find(1)).passed())
     assert await meeting.register() == 2  # and is lost before it opens
     await asyncio.sleep(0)
-    assert not replaced.done()
+    assert not passed.done()
     await meeting.of(await meeting.register()).accept()
-    await asyncio.wait_for(replaced, 10)
+    await asyncio.wait_for(passed, 10)
 
 
 async def test_servers_are_met_in_order_also_those_that_have_only_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

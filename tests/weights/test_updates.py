@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from asynccomm import AbortedError, ClosedError, MemoryStore, RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing import loopback_world
 from asynccomm.weights import Publisher, PushAbandonedError, Server
+from asynccomm.weights import meeting as meeting_module
 from asynccomm.weights.conversation import (
     SERVER,
     TRAINER,
@@ -403,15 +405,75 @@ async def test_a_server_waits_for_the_publisher_after_the_one_that_has_ended(fai
                     if fails:
                         raise ZeroDivisionError
             assert await following == [*range(1, count + 1)]
-        if not fails:
-            for number in (1, 2, 3):
-                assert await store.add(f"asynccomm/run/weights/weights/{number}/servers", 0) == 1
+        for number in (1, 2, 3):
+            assert await store.add(f"asynccomm/run/weights/weights/{number}/servers", 0) == 1
 
 
-async def test_the_keys_of_a_lost_publisher_do_not_hold_a_server_up() -> None:
+@pytest.mark.parametrize("stage", ["not seen", "not welcomed"])
+async def test_a_server_that_meets_a_publisher_at_its_end_waits_for_the_next_one(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_module, "LOOK_SECONDS", 0.01)
+    here = asyncio.Event()
     async with loopback_world(1) as comms:
-        async with publishers(comms, [state(1)]):
-            pass
+        with monkeypatch.context() as patched:
+            if stage == "not seen":
+                enter = Meeting.enter
+
+                async def enter_unseen(meeting: Meeting) -> int:
+                    here.set()
+                    return 1 + await enter(meeting)  # another server has the number before, and does not come
+
+                patched.setattr(Meeting, "enter", enter_unseen)
+            else:
+                say = Conversation.say
+
+                def say_no_welcome(talk: Conversation, message: Any) -> None:
+                    if isinstance(message, TrainerLayouts):
+                        here.set()
+                    else:
+                        say(talk, message)
+
+                patched.setattr(Conversation, "say", say_no_welcome)
+            async with Publisher(comms[0], state(1), timeout=10):
+                served = Served(comms[0], state())
+                await asyncio.wait_for(here.wait(), LIMIT)
+        async with publishers(comms, [state(2)], servers=1) as (publisher,):
+            await publisher.push()
+            await served.reached(1)
+        assert served.error is None
+        assert content(served.tensors) == 2
+
+
+async def test_the_updates_of_a_server_that_is_not_admitted_yet_end_with_the_publisher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = asyncio.Event()
+    hear = Conversation.hear
+
+    async def hear_no_offer(talk: Conversation, kind: Any, job: int | None = None) -> Any:
+        if kind is LayoutOffer:
+            await talk.wait_for(kind)
+            here.set()
+            await asyncio.Event().wait()
+        return await hear(talk, kind, job)
+
+    monkeypatch.setattr(Conversation, "hear", hear_no_offer)
+    async with loopback_world(1) as comms:
+        async with Publisher(comms[0], state(1), timeout=10):
+            served = Served(comms[0], state())
+            await asyncio.wait_for(here.wait(), LIMIT)
+        await served.end()
+        assert served.error is None
+        assert served.versions == []
+
+
+async def test_the_keys_of_a_lost_publisher_do_not_hold_a_server_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as comms:
+        with monkeypatch.context() as patched:
+            patched.setattr(Meeting, "close", lambda _: asyncio.sleep(0))
+            async with publishers(comms, [state(1)]):
+                pass
         served = Served(comms[0], state())  # finds a publisher that is no longer there
         await until(lambda: served.updates._site.occupied)
         async with publishers(comms, [state(1)], servers=1) as (publisher,):
