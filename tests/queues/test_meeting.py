@@ -210,6 +210,7 @@ def test_a_queue_that_is_open_at_the_end_of_its_loop_leaves_no_descriptors(
         host = QueueHost(writes, QueueOptions(), -1, "", ())
         return host.queue(await host.open())
 
+    new_loop().close()  # uvloop keeps a pipe from its first loop on
     gc.collect()
     before = os.listdir("/proc/self/fd")
     with warnings.catch_warnings():
