@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.hosts import hosts
 from tests.sampling import some
-
-ADDRESSES = ["10.213.77.1", "10.213.77.2"]
-NAMES = ["alpha", "beta"]
 
 PROGRAM = """
 import asyncio, json, socket, sys, torch
@@ -38,61 +31,28 @@ asyncio.run(main())
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@pytest.fixture
-def namespaces() -> Iterator[list[str]]:
-    """Two, with a cable between them."""
-    if sys.platform != "linux":
-        pytest.skip("network namespaces are Linux's")
-    names = [f"ac{os.getpid()}{letter}" for letter in "ab"]
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(subprocess.run, ["ip", "netns", "del", name], check=True)
-            ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
-            for name, address in zip(names, ADDRESSES, strict=True):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
-                ip("-n", name, "link", "set", name, "up")
-                ip("-n", name, "link", "set", "lo", "up")
-            subprocess.run(["unshare", "--uts", "--mount", "true"], check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as exc:
-            pytest.skip(f"no network namespaces can be made here: {getattr(exc, 'stderr', None) or exc}")
-        yield names
-
-
-def start(namespace: str, rank: int, hosts_file: Path) -> subprocess.Popen[str]:
-    """A rank on a host of its own, which is called by a name that others do not know."""
-    as_host = f'hostname {NAMES[rank]} && mount --bind {hosts_file} /etc/hosts && exec "$@"'
-    command = ["ip", "netns", "exec", namespace, "unshare", "--uts", "--mount", "sh", "-c", as_host, "sh"]
-    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29541"}
-    return subprocess.Popen(
-        [*command, sys.executable, "-c", PROGRAM],
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("meaning", some([None, "127.0.1.1", "127.0.0.1"], 1))
-def test_hosts_whose_names_mean_nothing_to_others(namespaces: list[str], tmp_path: Path, meaning: str | None) -> None:
-    with contextlib.ExitStack() as stack:
+def test_hosts_whose_names_mean_nothing_to_others(tmp_path: Path, meaning: str | None) -> None:
+    with hosts(2, tmp_path) as made:
         ranks = []
-        for rank, namespace in enumerate(namespaces):
-            hosts_file = tmp_path / NAMES[rank]
-            named = f"{meaning} {NAMES[rank]}\n" if meaning else ""
-            hosts_file.write_text(f"127.0.0.1 localhost\n{named}")
-            ranks.append(stack.enter_context(start(namespace, rank, hosts_file)))
-            stack.callback(ranks[-1].kill)
-        end = time.monotonic() + 90
-        for rank, running in enumerate(ranks):
-            out, err = running.communicate(timeout=max(1.0, end - time.monotonic()))
-            assert running.returncode == 0, f"rank {rank}: {err}"
-            backend, total, hosts, listening = json.loads(out)
-            assert (backend, total, hosts) == ("gloo", 3.0, NAMES)
-            assert ADDRESSES[rank] in listening
-            assert not [address for address in listening if address.startswith("127.")]
+        for rank, host in enumerate(made):
+            if meaning:
+                own = tmp_path / host.name
+                own.write_text(f"127.0.0.1 localhost\n{meaning} {host.name}\n")
+                host.run("mount", "--bind", str(own), "/etc/hosts")
+            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": made[0].address, "MASTER_PORT": "29541"}
+            ranks.append(host.start("-c", PROGRAM, environment=variables))
+        try:
+            end = time.monotonic() + 90
+            for running, host in zip(ranks, made, strict=True):
+                out, _ = running.communicate(timeout=max(1.0, end - time.monotonic()))
+                assert running.returncode == 0, f"{host.name}: {out.decode()}"
+                *_, line = out.splitlines()  # torch may warn before it
+                backend, total, names, listening = json.loads(line)
+                assert (backend, total, names) == ("gloo", 3.0, [host.name for host in made])
+                assert host.address in listening
+                assert not [address for address in listening if address.startswith("127.")]
+        finally:
+            for running in ranks:
+                running.kill()
+                running.communicate()
