@@ -35,7 +35,9 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def data(nbytes: int, salt: int = 0) -> Tensor:
-    return (torch.arange(nbytes) * 7 + salt).to(torch.uint8)
+    """``7 * i + salt``, for each byte ``i``."""
+    period = (torch.arange(256) * 7 + salt).to(torch.uint8)
+    return period.repeat(-(-nbytes // 256))[:nbytes]
 
 
 def submit(comm: Comm, call: Call) -> Work[Any]:

@@ -138,13 +138,13 @@ async def test_a_difference_is_told_to_all_though_all_close_at_once(
     assert op != other_op
 
 
-@pytest.mark.parametrize("case", some(list(CASES), 12))
+@pytest.mark.parametrize("case", some(list(CASES), 8))
 @pytest.mark.ranks(some([3, 4], 1), backend="gloo", timeout=60)
 async def test_a_difference_is_told_to_many(comm: Comm, case: str) -> None:
     first, last = CASES[case]
     async with new_comm("gloo", name="other", timeout=30) as other:
         await comm.barrier()
-        before = other.all_reduce(ones(3 * LARGE))  # is under way
+        before = other.all_reduce(ones(LARGE))  # is under way
         calls = [partial(last if other.rank == other.size - 1 else first, other, 1000)]
         calls.append(partial(other.all_reduce, ones(5)))
         works: list[Work[Any]] = []
@@ -185,9 +185,9 @@ async def test_the_lines_of_both_calls_are_named(comm: Comm) -> None:
     assert error.site != error.other_site
 
 
-@pytest.mark.ranks([2, 3], backend="gloo", timeout=60)
+@pytest.mark.ranks(some([3, 2], 1), backend="gloo", timeout=60)
 async def test_parcels_are_made_of_what_earlier_collectives_have_written(comm: Comm) -> None:
-    n = LARGE // 2
+    n = LARGE // 3
     for _ in range(3):
         tensor = torch.ones(n)
         reduced = comm.all_reduce(tensor)
@@ -200,9 +200,9 @@ async def test_parcels_are_made_of_what_earlier_collectives_have_written(comm: C
         assert tensor.eq(comm.size**2).all()
 
 
-@pytest.mark.ranks([2, 3], backend="gloo", timeout=60)
+@pytest.mark.ranks(some([3, 2], 1), backend="gloo", timeout=60)
 async def test_a_barrier_is_over_after_all_collectives_before_it(comm: Comm) -> None:
-    tensors = [torch.ones(n) for n in (LARGE, 3, 3000, 2 * LARGE)]
+    tensors = [torch.ones(n) for n in (LARGE // 2, 3, 3000, LARGE)]
     works = [comm.all_reduce(tensor) for tensor in tensors]
     await comm.barrier()
     assert all(work.done() for work in works)

@@ -18,6 +18,7 @@ from asynccomm.backends.gloo import frame_exchange
 from asynccomm.backends.gloo.direct_calls import CarriedCollectives
 from asynccomm.core.native import CoreUnavailable
 from tests.ordinary_path import noted
+from tests.sampling import amount
 
 REPEATED = 8
 
@@ -256,7 +257,7 @@ async def test_messages_and_collectives_share_the_sockets(
     monkeypatch.setattr("asynccomm.backends.gloo.collectives.SPIN_SECONDS", waits)
     shared, own = random.Random(7), random.Random(comm.rank)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for number in range(150):
+    for number in range(amount(150, 80)):
         kind = shared.choice(["reduce", "reduce", "reduce", "message", "both", "large", "gather", "several"])
         n = shared.choice([1, 5, 1000, 20000, 100_000])
         if own.random() < 0.1:

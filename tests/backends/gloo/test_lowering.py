@@ -16,7 +16,7 @@ from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import AllReduce, AllToAll, AllToAllSingle, Broadcast, Call, Reduce, ReduceScatterSingle
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.conformance.data import DTYPES, reduced, sample, sentinel, strided
-from tests.sampling import some
+from tests.sampling import exhaustive, some
 
 GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
 
@@ -190,7 +190,7 @@ def test_parts_that_lie_side_by_side_are_exchanged_as_they_are() -> None:
 
 # -- and with a real one -----------------------------------------------------------------------------------------------
 
-RANKS = pytest.mark.ranks(some([2, 1, 4, 3], 2), backend="gloo")
+RANKS = pytest.mark.ranks(some([3, 1, 2, 4], 1), backend="gloo")
 
 
 async def run(comm: Comm, call: Call) -> Any:
@@ -201,7 +201,7 @@ async def run(comm: Comm, call: Call) -> Any:
 async def test_reductions_with_an_output_of_their_own(comm: Comm) -> None:
     for dtype in DTYPES:
         for shape in ((3, 4), (0,), (300_000,)):
-            if len(shape) == 1 and shape[0] and dtype not in (torch.float32, torch.bfloat16):
+            if len(shape) == 1 and dtype not in (torch.float32, torch.bfloat16) and (shape[0] or not exhaustive()):
                 continue
             for layout in range(4):
                 mine = sample(comm.rank, shape, dtype)
