@@ -9,6 +9,7 @@ import pytest
 
 from asynccomm import Comm, MemoryStore, new_comm
 from asynccomm.backends import registry
+from asynccomm.comm import session
 
 from . import simulation
 
@@ -47,6 +48,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         assert not simulation.SimulatedNccl.comms, "communicators were left open"
 
     return make
+
+
+@pytest.fixture
+def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the transport is known to its rank alone, which does not wait for another reason."""
+    monkeypatch.setattr(session, "EXPLAIN_SECONDS", 0.01)
 
 
 @pytest.fixture

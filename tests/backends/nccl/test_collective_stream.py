@@ -281,6 +281,7 @@ async def test_batches_on_the_same_memory_come_one_after_the_other(world: World)
             assert [memory.tolist() for memory in whole] == [[[12.0, comm.rank + 1.0]] * 3 for comm in comms], turn
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("new", [False, True])
 async def test_a_batch_fails_as_one_and_names_the_operation(world: World, new: bool) -> None:
     async with world(2) as comms:
@@ -306,6 +307,7 @@ async def test_a_batch_fails_as_one_and_names_the_operation(world: World, new: b
             assert backend.nccl._open.calls is None, "this thread's group is closed"
 
 
+@pytest.mark.usefixtures("unexplained")
 async def test_a_group_that_fails_at_its_end_fails_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(2) as comms:
         await asyncio.gather(*(together(comm, Mixed(comm).calls) for comm in comms))
@@ -323,6 +325,7 @@ async def test_a_group_that_fails_at_its_end_fails_all(world: World, monkeypatch
                 await work
 
 
+@pytest.mark.usefixtures("unexplained")
 async def test_a_batch_that_cannot_be_put_to_nccl_names_all_of_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +345,7 @@ async def test_a_batch_that_cannot_be_put_to_nccl_names_all_of_it(
             await works[1]
 
 
+@pytest.mark.usefixtures("unexplained")
 async def test_a_step_of_a_batch_that_torch_refuses_names_its_operation(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +371,7 @@ async def test_a_step_of_a_batch_that_torch_refuses_names_its_operation(
             await works[1]
 
 
+@pytest.mark.usefixtures("unexplained")
 async def test_a_call_that_nccl_refuses_breaks_the_comm(world: World) -> None:
     async with world(2) as comms:
         await asyncio.gather(*(comm.all_reduce(torch.ones(4)) for comm in comms))
@@ -377,6 +382,7 @@ async def test_a_call_that_nccl_refuses_breaks_the_comm(world: World) -> None:
                 await work
 
 
+@pytest.mark.usefixtures("unexplained")
 async def test_a_step_that_torch_refuses_breaks_the_comm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(2) as comms:
         await asyncio.gather(*(comm.all_reduce(torch.ones(4)) for comm in comms))

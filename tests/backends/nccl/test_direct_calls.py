@@ -194,6 +194,7 @@ async def test_a_call_in_another_loop_is_refused_as_ever(world: World) -> None:
         await asyncio.to_thread(asyncio.run, elsewhere())
 
 
+@pytest.mark.usefixtures("unexplained")
 async def test_a_call_that_fails_breaks_the_comm(world: World, ordinary: Ordinary) -> None:
     async with world(2) as comms:
         await connected(comms, lambda comm: comm.all_reduce(torch.zeros(4)))
@@ -207,6 +208,7 @@ async def test_a_call_that_fails_breaks_the_comm(world: World, ordinary: Ordinar
             comms[0].all_reduce(torch.zeros(4))
 
 
+@pytest.mark.usefixtures("unexplained")
 async def test_an_interrupt_in_the_middle_breaks_the_comm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(2) as comms:
         await connected(comms, lambda comm: comm.all_reduce(torch.zeros(4)))
