@@ -10,6 +10,7 @@ import pytest
 from asynccomm.batching.ordering.codec import MessageReader, MessageWriter, Mismatch, OrderMessageError, op_request
 from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 from tests.cases import cases
+from tests.sampling import amount
 
 from .mutations import little_memory, mutated
 
@@ -48,7 +49,7 @@ def read(message: bytes) -> None:
             reader.mismatch()
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_messages_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -58,7 +59,7 @@ def test_messages_that_are_almost_right(seed: int) -> None:
                 read(message)
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_a_council_that_hears_nonsense_takes_nothing_of_it(seed: int) -> None:
     """So the others are decided on as ever."""
     choose = random.Random(seed)
@@ -84,7 +85,7 @@ def test_a_council_that_hears_nonsense_takes_nothing_of_it(seed: int) -> None:
             assert announcer.hear(decided) == [[7]]
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_a_voice_that_hears_nonsense(seed: int) -> None:
     choose = random.Random(seed)
     for _ in range(100):

@@ -35,6 +35,7 @@ from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import CommInfo
 from tests.cases import cases
+from tests.sampling import amount
 
 from .mutations import HUGE, little_memory, mutated
 
@@ -105,7 +106,7 @@ PARCELS = [
 
 
 @pytest.mark.usefixtures("small_pieces")
-@cases("seed", range(40))
+@cases("seed", range(amount(40, 15)))
 def test_messages_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -124,7 +125,7 @@ def test_what_was_not_changed_is_taken() -> None:
             assert take(sent(parcel), room) is None
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_headers_of_any_numbers(seed: int) -> None:
     choose = random.Random(seed)
     numbers = [0, 1, 8, 4096, 4097, 1 << 20, 1 << 26, *HUGE]
@@ -270,7 +271,7 @@ def test_a_message_as_it_should_be() -> None:
     assert tensor_received(TENSOR.pack() + b"\1" * 8) is None
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_headers_of_messages_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -330,7 +331,7 @@ def test_data_that_was_cleared_once_does_not_come_twice() -> None:
     assert isinstance(tensor_received(offer + data + data), BackendError)
 
 
-@cases("seed", range(10))
+@cases("seed", range(amount(10, 5)))
 def test_collectives_of_parcels(seed: int) -> None:
     choose = random.Random(seed)
     lane: Any = Lane()

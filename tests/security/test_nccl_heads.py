@@ -17,15 +17,16 @@ from asynccomm.backends.nccl.envelopes import HeaderReceiver, packed
 from asynccomm.ops import Call, MessageSpace, Parcel, SendParcel
 from asynccomm.ops.dtypes import CODES
 from tests.cases import cases
+from tests.sampling import amount
 
-from ..backends.nccl.conftest import World, simulated, world  # noqa: F401, TID252
+from ..backends.nccl.conftest import World, simulated, unexplained, world  # noqa: F401, TID252
 from ..backends.nccl.test_transfers import Ends, ends  # noqa: F401, TID252
 from .mutations import little_memory, mutated
 
 BYTE = CODES[torch.uint8]
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_heads_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     along = torch.ones(10, dtype=torch.uint8)
@@ -55,6 +56,7 @@ def head_of(numel: int, *segments: tuple[int, bool]) -> bytes:
     return struct.pack("<QI", 0, len(segments)) + table + struct.pack("<IQQ", BYTE, numel, 0)
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize(
     ("head", "along"),
     [
@@ -93,7 +95,7 @@ async def test_who_answers_must_be_who_was_asked(ends: Ends, accepted: bool) -> 
     assert half.over
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(amount(20, 8)))
 async def test_answers_that_are_almost_right(ends: Ends, seed: int) -> None:  # noqa: F811
     choose = random.Random(seed)
     giver, _ = await ends(2)

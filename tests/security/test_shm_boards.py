@@ -20,6 +20,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import describe, differing_layout, signature
 from asynccomm.ops.validation import CommInfo
 from tests.cases import cases
+from tests.sampling import amount
 
 from ..backends.shm.world import each_executor, executors, submission  # noqa: F401, TID252
 from .mutations import HUGE, little_memory
@@ -57,7 +58,7 @@ def drive(progress: Any, turns: int = 50) -> BaseException | None:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_any_words_can_be_described(seed: int) -> None:
     choose = random.Random(seed)
     right = [
@@ -74,7 +75,7 @@ def test_any_words_can_be_described(seed: int) -> None:
         differing_layout(words, right[0])
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_words_that_a_rank_has_written(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -141,7 +142,7 @@ def test_a_stream_that_ends_before_all_has_come(header: tuple[int, int, int]) ->
     assert str(error).startswith("rank 1 announces")
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_any_headers(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():

@@ -20,6 +20,7 @@ from asynccomm.ops import MessageSpace
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
 from tests.cases import cases
+from tests.sampling import amount
 
 from ..backends.shm.ring_world import Box, World, executor, pattern, text  # noqa: F401, TID252
 from .mutations import HUGE, little_memory, mutated
@@ -89,7 +90,7 @@ def go_on(world: World, guarded: Guarded) -> None:
     assert all(len(str(error)) < 1000 for error in world.errors)
 
 
-@cases("seed", range(40))
+@cases("seed", range(amount(40, 15)))
 def test_frames_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -106,13 +107,13 @@ def test_frames_that_are_almost_right(seed: int) -> None:
             go_on(world, guarded)
 
 
-@cases("seed", range(40))
+@cases("seed", range(amount(40, 15)))
 def test_frames_of_any_numbers(seed: int) -> None:
     """Each by itself is a frame, or nearly."""
     choose = random.Random(seed)
     tags = [0, 1, 5, OBJECTS, OBJECTS + 1, MessageSpace.INTERNAL.key(3), 2**32 - 1]
     with little_memory():
-        for _ in range(20):
+        for _ in range(amount(20, 10)):
             world, guarded = begun(choose)
             start = world.layout.ring_start(0, 1)
             head = world.words[start // 8]
@@ -133,11 +134,11 @@ def test_frames_of_any_numbers(seed: int) -> None:
             go_on(world, guarded)
 
 
-@cases("seed", range(10))
+@cases("seed", range(amount(10, 5)))
 def test_words_beside_the_ring(seed: int) -> None:
     """How far the other side has read, and how much it has matched."""
     choose = random.Random(seed)
-    for _ in range(20):
+    for _ in range(amount(20, 10)):
         world, guarded = begun(choose)
         start = world.layout.ring_start(1, 0)  # what rank 1 sends rank 0, which lies about it
         world.nobody_sleeps()
@@ -226,7 +227,7 @@ def test_a_head_that_comes_a_byte_at_a_time_takes_no_more_than_its_bytes() -> No
     world = World()
     box = Box()
     world.recv_parcel(1, 0, box)
-    head = 200_000
+    head = amount(200_000, 20_000)
     world.write((0, OFFER, OBJECTS, head, 7, 0))
     world.step(1)
     arrival = next(iter(world.ranks[1]._links[0].incoming.values()))

@@ -15,6 +15,7 @@ from asynccomm.errors import StoreError, StoreProtocolError
 from asynccomm.store.client import StoreClient
 from asynccomm.store.codec import Codec
 from tests.cases import cases
+from tests.sampling import amount
 
 from .mutations import little_memory, mutated
 
@@ -51,7 +52,7 @@ def feed(codec: Codec, data: bytes, choose: random.Random) -> None:
             return
 
 
-@cases("seed", range(20))
+@cases("seed", range(amount(20, 8)))
 def test_answers_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -65,7 +66,7 @@ def test_answers_that_are_almost_right(seed: int) -> None:
             feed(codec, mutated(b"".join([answer for _, answer in asked]), choose), choose)
 
 
-@cases("seed", range(10))
+@cases("seed", range(amount(10, 5)))
 def test_any_bytes(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -113,7 +114,7 @@ class Server:
             writer.close()
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(amount(30, 10)))
 async def test_a_client_of_a_server_that_speaks_nonsense(seed: int) -> None:
     choose = random.Random(seed)
     server = Server(choose)
