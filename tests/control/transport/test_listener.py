@@ -19,7 +19,7 @@ from asynccomm.control.transport.framing import HELLO_BYTES, Decoder, encode
 from asynccomm.control.transport.listener import Listener, end_listening
 from tests.control.fake_listener import Door, Guest, refused, stranger
 from tests.control.unauthenticated import descriptors, nothing_unclosed, until
-from tests.sampling import some
+from tests.sampling import amount, some
 
 
 async def test_who_is_refused_hears_why(door: Door) -> None:
@@ -185,7 +185,7 @@ async def turn(number: int) -> None:
 async def test_who_comes_while_it_closes_is_closed(family: str, turns: int) -> None:
     with nothing_unclosed():
         door = await Door().open(family)
-        strangers = come(door, 200)
+        strangers = come(door, amount(200, 120))
         await turn(turns)
         door.listener.close()
         for stranger in strangers:
@@ -211,7 +211,7 @@ def test_who_comes_while_the_loop_ends_is_closed(turns: int) -> None:
 
     async def live() -> list[socket.socket]:
         door = await Door().open("local")
-        strangers = come(door, 200)
+        strangers = come(door, amount(200, 120))
         await turn(turns)
         end_listening()
         assert door.listener._closed
