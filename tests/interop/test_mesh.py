@@ -25,6 +25,7 @@ from asynccomm.interop.mesh import init_device_mesh
 from asynccomm.interop.torch_version import PYTHON_BACKENDS
 from asynccomm.testing import loopback_world
 from tests.interop.world import world
+from tests.sampling import some
 
 
 @contextlib.contextmanager
@@ -96,7 +97,7 @@ def check_all(mesh: DeviceMesh) -> None:
     check_training(mesh)
 
 
-@pytest.mark.ranks(4, backend=["shm", "gloo"])
+@pytest.mark.ranks(4, backend=some(["shm", "gloo"], 1))
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 async def test_torch_runs_on_it(comm: Comm) -> None:
     async with two_by_two(comm) as (down, along):

@@ -27,6 +27,7 @@ from asynccomm.interop.torch_backend import TorchGroup, group_over, register
 from asynccomm.interop.torch_version import PYTHON_BACKENDS
 from asynccomm.interop.torch_work import TorchWork
 from tests.interop.world import world
+from tests.sampling import some
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -459,14 +460,20 @@ if sys.argv[2] == "0":  # the other rank never makes the group
 
 
 @pytest.mark.real_end
-def test_a_process_may_end_with_groups_open(tmp_path: Path) -> None:
-    """Without a word, even in Python's development mode: few programs destroy their groups."""
+@pytest.mark.parametrize("mode", some(["asyncio's", "Python's"], 1))
+def test_a_process_may_end_with_groups_open(tmp_path: Path, mode: str) -> None:
+    """Without a word, even in development mode: few programs destroy their groups. Python's takes a new interpreter."""
     command = ["-c", PROGRAM, str(tmp_path / "store")]
+    debugs = {"PYTHONASYNCIODEBUG": "1"} if mode == "asyncio's" else {}
     ranks = [
         subprocess.Popen(
-            [sys.executable, *options, *command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, *options, *command, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **variables},
         )
-        for rank, options in enumerate([["-X", "dev"], []])
+        for rank, (options, variables) in enumerate([([] if debugs else ["-X", "dev"], debugs), ([], {})])
     ]
     try:
         said = [rank.communicate(timeout=60)[0] for rank in ranks]
