@@ -128,7 +128,7 @@ def test_all_reduce_and_reduce(world: World, dtype: torch.dtype, kind: str) -> N
 
 def test_nan_is_kept_and_bools_are_combined(world: World) -> None:
     for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM):
-        for holder in range(world.size):
+        for holder in some(range(world.size), 2):
             tensors = [torch.zeros(3 * PIECE) for _ in range(world.size)]
             tensors[holder][::7] = torch.nan
             world.run(lambda group, rank, tensors=tensors, op=op: group.all_reduce(tensors[rank], op))
