@@ -32,7 +32,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.ranks(some([3, 2], 1))
-@pytest.mark.parametrize("executor", ["core", "reference", "mixed"])
+@pytest.mark.parametrize("executor", ["core", pytest.param("reference", marks=pytest.mark.exhaustive), "mixed"])
 async def test_conformance_of_shm(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
     reference = executor == "reference" or (executor == "mixed" and os.environ["RANK"] == "1")
     monkeypatch.setenv("ASYNCCOMM_EXECUTOR", "reference" if reference else "core")
