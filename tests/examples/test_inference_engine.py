@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.alone import start_alone
 from tests.sampling import some
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +35,13 @@ def test_every_request_is_answered_and_latencies_are_printed(ranks: int) -> None
 
 
 def test_a_front_end_needs_workers() -> None:
-    done = launch(1)
+    done = start_alone("inference_engine.py")
     assert done.returncode != 0
     assert "the engine needs a front end and at least one worker" in done.stderr + done.stdout
 
 
 @pytest.mark.parametrize("argument", some(["--users", "--requests"], 1))
 def test_counts_must_be_positive(argument: str) -> None:
-    done = launch(1, argument, 0)
+    done = start_alone("inference_engine.py", argument, 0)
     assert done.returncode == 2
     assert "error: arguments --users and --requests: must be at least 1\n" in done.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.alone import start_alone
 from tests.sampling import some
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,6 @@ def test_one_task_needs_no_agreement() -> None:
 
 
 def test_the_number_of_tasks_must_be_positive() -> None:
-    done = launch(1, "--tasks", 0)
+    done = start_alone("many_tasks.py", "--tasks", 0)
     assert done.returncode == 2
     assert "error: argument --tasks: must be at least 1\n" in done.stderr

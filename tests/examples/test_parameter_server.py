@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.alone import start_alone
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,7 +17,7 @@ def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.exhaustive)])
 def test_the_loss_falls_and_all_steps_are_counted(backend: str) -> None:
     done = launch(3, "--backend", backend)
     assert done.returncode == 0, done.stderr
@@ -26,12 +28,12 @@ def test_the_loss_falls_and_all_steps_are_counted(backend: str) -> None:
 
 
 def test_one_rank_is_told_to_bring_more() -> None:
-    done = launch(1)
+    done = start_alone("parameter_server.py")
     assert done.returncode != 0
     assert "start at least two" in done.stderr + done.stdout
 
 
 def test_the_number_of_steps_must_be_positive() -> None:
-    done = launch(1, "--steps", "0")
+    done = start_alone("parameter_server.py", "--steps", 0)
     assert done.returncode == 2
     assert "error: argument --steps: must be at least 1\n" in done.stderr

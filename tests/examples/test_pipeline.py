@@ -5,16 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.examples.alone import start_alone
+from tests.sampling import amount
+
 ROOT = Path(__file__).parents[2]
 
 
-def start(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", str(ranks), "examples/pipeline.py"]
-    return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
-
-
 def launch(ranks: int, *arguments: str) -> str:
-    done = start(ranks, *arguments)
+    command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", str(ranks), "examples/pipeline.py"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -24,9 +23,9 @@ def losses(output: str) -> list[float]:
 
 
 def test_stages_learn_what_one_rank_learns() -> None:
-    together, alone = launch(3, "--epochs", "3"), launch(1, "--epochs", "3")
+    together, alone = (launch(ranks, "--epochs", str(amount(3, 2))) for ranks in (3, 1))
     assert "3 stages of 7 layers in all, shm" in together
-    assert len(losses(alone)) == 3
+    assert len(losses(alone)) == amount(3, 2)
     for a, b in zip(losses(together), losses(alone), strict=True):
         assert abs(a - b) < 0.02
     (accuracy,) = re.findall(r"test accuracy: ([\d.]+)", together)
@@ -34,6 +33,6 @@ def test_stages_learn_what_one_rank_learns() -> None:
 
 
 def test_counts_must_be_positive() -> None:
-    done = start(1, "--microbatches", "0")
+    done = start_alone("pipeline.py", "--microbatches", "0")
     assert done.returncode == 2
     assert "error: arguments --epochs, --batch-size and --microbatches: must be at least 1\n" in done.stderr

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.examples.alone import start_alone
 from tests.observe.test_chrome import check_format
 from tests.sampling import amount
 
@@ -87,7 +88,7 @@ def test_two_ranks_train_the_same_weights_as_one(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    done = launch(1, "--epochs", "0")
+    done = start_alone("train_digits.py", "--epochs", "0")
     assert done.returncode == 2
     assert "error: arguments --epochs and --batch-size: must be at least 1\n" in done.stderr
 
@@ -97,14 +98,15 @@ def test_wrong_arguments_are_named() -> None:
         assert f"[{rank}] --batch-size 7 does not divide evenly among 2 ranks\n" in done.stderr
     assert "Traceback" not in done.stderr
 
-    done = launch(1, "--batch-size", "1438")
-    assert "[0] --batch-size is 1438, but there are 1437 samples\n" in done.stderr
+    done = start_alone("train_digits.py", "--batch-size", "1438")
+    assert done.returncode == 1
+    assert "--batch-size is 1438, but there are 1437 samples\n" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there() -> None:
-    done = launch(1, "--device", "cuda")
+    done = start_alone("train_digits.py", "--device", "cuda")
     assert done.returncode == 2
     assert "error: argument --device: torch finds no GPU here\n" in done.stderr
 

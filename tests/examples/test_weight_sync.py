@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.examples.alone import start_alone
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,12 +30,12 @@ def test_servers_answer_while_weights_arrive() -> None:
 
 
 def test_one_rank_is_told_to_bring_more() -> None:
-    done = launch(1)
+    done = start_alone("weight_sync.py")
     assert done.returncode != 0
     assert "start at least two" in done.stderr + done.stdout
 
 
 def test_counts_must_be_positive() -> None:
-    done = launch(1, "--versions", "0")
+    done = start_alone("weight_sync.py", "--versions", 0)
     assert done.returncode == 2
     assert "error: arguments --versions, --steps and --width: must be at least 1\n" in done.stderr
