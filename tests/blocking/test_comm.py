@@ -257,7 +257,9 @@ comm.all_reduce(torch.ones(1)).wait()
 
 
 @pytest.mark.real_end
-@pytest.mark.parametrize("end", ["", "sys.exit(0)", "comm.recv(torch.ones(1), 0, timeout=1)"])
+@pytest.mark.parametrize(
+    "end", [pytest.param("", marks=pytest.mark.exhaustive), "sys.exit(0)", "comm.recv(torch.ones(1), 0, timeout=1)"]
+)
 def test_a_program_may_end_with_open_comms(end: str) -> None:
     command = [sys.executable, "-c", ENDS.format(end=end)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -66,7 +66,7 @@ portal.call(to_thread.run_sync, print, "called")  # leaves a thread that only th
 """
 
 
-@pytest.mark.real_python
+@pytest.mark.real_end
 def test_what_is_open_is_ended_before_the_interpreter_waits_for_threads() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["called", "ended"]), done.stderr

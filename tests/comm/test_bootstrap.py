@@ -24,6 +24,7 @@ from asynccomm.rendezvous.job import JobOrigin, NameReservation
 from asynccomm.rendezvous.spec import RendezvousSpec
 from asynccomm.store.base import Store
 from tests.comm.sessions import close, nothing_is_left
+from tests.sampling import amount
 
 OPTIONS = CommOptions(timeout=10)
 SILENT = CommOptions(timeout=10, hints={"control": "off"})
@@ -103,7 +104,7 @@ async def test_the_limit_is_not_the_operations() -> None:
 
 
 async def test_cancelling_at_any_moment_leaves_nothing() -> None:
-    for turns in [*range(0, 40, 2), *range(40, 200, 20)]:
+    for turns in [*range(0, 40, amount(2, 4)), *range(40, 200, amount(20, 40))]:
         store = MemoryStore()
         tasks = [asyncio.ensure_future(made(store, rank, 2, limit=0.3)) for rank in range(2)]
         for _ in range(turns):

@@ -46,6 +46,7 @@ from asynccomm.store.base import Store, path_of
 from asynccomm.store.server import listen, serve
 from asynccomm.store.shared import SharedClient
 from tests.comm.sessions import close, nothing_is_left
+from tests.sampling import amount
 from tests.waiting import until
 
 OPTIONS = CommOptions(timeout=10)
@@ -73,7 +74,6 @@ async def stoppable_store() -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]
         process.communicate()
 
 
-@pytest.mark.real_python
 async def test_comms_do_not_wait_for_a_stopped_store_beyond_their_limit() -> None:
     def pair() -> list[Any]:
         return [pair_comm(f"{me}", f"{1 - me}", store=url, timeout=1) for me in range(2)]
@@ -332,6 +332,7 @@ async def test_a_rank_that_closes_its_comms_meanwhile_is_met_at_the_store() -> N
 async def test_cancelling_beside_another_comm_at_any_moment(rank: int) -> None:
     short = CommOptions(timeout=0.1)
     connected = aborted = turns = 0
+    step = amount(3, 6)
     async with some_ranks() as ranks:
         while turns < 60 or not (connected or aborted):  # it came as far as the backend
             tasks = [asyncio.ensure_future(ranks.rank(each, "second", short)) for each in range(2)]
@@ -346,7 +347,7 @@ async def test_cancelling_beside_another_comm_at_any_moment(rank: int) -> None:
                 aborted += 1
             await close(*(one for one in (mine, theirs) if isinstance(one, Session)))
             await close(*await ranks.all("second"))
-            turns += 3
+            turns += step
         assert all(each.error is None for each in ranks.first)
 
 
@@ -388,7 +389,7 @@ async def test_a_rank_that_has_withdrawn_is_missing() -> None:
 
 async def test_a_cancellation_that_is_cancelled_holds_no_rank_up() -> None:
     async with some_ranks() as ranks:
-        for turns in range(0, 24, 2):
+        for turns in range(0, 24, amount(2, 4)):
             tasks = [asyncio.ensure_future(ranks.rank(rank, "second", CommOptions(timeout=0.2))) for rank in range(2)]
             for _ in range(turns):
                 await asyncio.sleep(0)

@@ -53,6 +53,7 @@ from asynccomm.rendezvous import job as family_module
 from asynccomm.store.server import listen, serve
 from asynccomm.testing.local import loopback_world
 from tests.forkserver import Nursery
+from tests.sampling import amount
 from tests.waiting import until
 
 LIMIT = 20.0
@@ -848,7 +849,7 @@ async def test_nothing_is_left_after_many() -> None:
 
     before = held()
     async with loopback_world(2) as comms:
-        for turn in range(50):
+        for turn in range(amount(50, 20)):
             old, comms = comms, await shrunk(comms)
             await close(old)
             if turn == 4:

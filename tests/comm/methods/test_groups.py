@@ -892,25 +892,32 @@ async def test_a_member_that_has_closed_the_parent_is_named_before_the_time_limi
 LEAVES_ALL_OPEN = """
 import asyncio, asynccomm, torch
 async def main():
-    global parent, child
-    parent = await asynccomm.new_comm(BACKEND, name="t", store=STORE, timeout=30)
-    child = await parent.split([1, 0], "turned")
-    await child.all_reduce(torch.ones(1))
-    if CLOSE:
-        await parent.aclose()
-    await child.barrier()
+    global left
+    left = []
+    for backend, close in LEFT:
+        parent = await asynccomm.new_comm(backend, name=backend, store=STORE, timeout=30)
+        child = await parent.split([1, 0], "turned")
+        await child.all_reduce(torch.ones(1))
+        if close:
+            await parent.aclose()
+        await child.barrier()
+        left += [parent, child]
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("close", [True, False])
-@pytest.mark.parametrize("backend", BACKENDS)
+OPEN = [(backend, close) for backend in BACKENDS for close in (True, False)]  # the backend, and whether the parent ends
+
+
+@pytest.mark.parametrize(
+    "left", [[OPEN[0], OPEN[3]], *(pytest.param([each], marks=pytest.mark.exhaustive) for each in OPEN)]
+)
 @pytest.mark.real_end
-def test_a_process_that_leaves_with_children_open_exits_cleanly(tmp_path: Path, backend: str, close: bool) -> None:
-    code = LEAVES_ALL_OPEN.replace("STORE", repr(f"file://{tmp_path}/store")).replace("BACKEND", repr(backend))
+def test_a_process_that_leaves_with_children_open_exits_cleanly(tmp_path: Path, left: list[tuple[str, bool]]) -> None:
+    code = LEAVES_ALL_OPEN.replace("STORE", repr(f"file://{tmp_path}/store")).replace("LEFT", repr(left))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code.replace("CLOSE", str(close))],
+            [sys.executable, "-c", code],
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
             stderr=subprocess.PIPE,
             text=True,
