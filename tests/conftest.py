@@ -80,15 +80,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ordering.sort(items)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what stays out of all collections: looking at torch and thousands of tests takes each half a second."""
-    gc.collect()
-    gc.freeze()
+class _Freezing:
+    """What the tests of a file find is left out of their collections.
+
+    To look at torch, thousands of tests and what other files have imported takes each of them half a second.
+    """
+
+    file: Path | None = None  # of which a test has begun
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Tests start Python by forks of a process with torch, but for those that are marked ``real_python``."""
+    if item.path != _Freezing.file:
+        _Freezing.file = item.path
+        gc.collect()
+        gc.freeze()
     real = item.config.getoption("--real-python") or item.get_closest_marker("real_python") is not None
     if real or sys.platform != "linux":
         return (yield)
