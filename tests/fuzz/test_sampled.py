@@ -41,7 +41,7 @@ def told(backend: str, profile: str, size: int, seed: int, findings: list[Findin
 @pytest.mark.parametrize("backend", ["loopback", "nccl"])
 async def test_a_sample_within_a_process(backend: str, profile: str, size: int) -> None:
     async with worlds(backend, size, name=f"{profile}{size}", timeout=5.0) as comms:
-        for seed, program, _ in sample(backend, profile, size, amount(120, 40)):
+        for seed, program, _ in sample(backend, profile, size, amount(120, 25)):
             findings, broken = await perform_all(program, comms)
             if findings:
                 pytest.fail(told(backend, profile, size, seed, findings), pytrace=False)
@@ -75,4 +75,4 @@ async def compared(comm: Comm, comms: Comms, profile: str, count: int) -> None:
 @pytest.mark.ranks([2, 3], backend=["shm", "gloo"])
 @pytest.mark.parametrize("profile", PROFILES)
 async def test_a_sample_on_processes(comm: Comm, profile: str) -> None:
-    await of_one_rank(comm, profile, amount(60, 20))
+    await of_one_rank(comm, profile, amount(60, 12))

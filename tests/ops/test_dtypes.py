@@ -21,6 +21,11 @@ def test_every_dtype_has_a_name_and_a_code() -> None:
     assert all(BY_CODE[code] == dtype for dtype, code in CODES.items())
 
 
+def test_codes_are_checksums_of_names() -> None:
+    assert dict(CODES) == {dtype: zlib.crc32(str(dtype).encode()) for dtype in CODES}
+
+
+@pytest.mark.exhaustive
 @pytest.mark.real_python
 def test_codes_are_equal_in_every_process() -> None:
     code = "from asynccomm.ops.dtypes import CODES; print({str(d): n for d, n in CODES.items()})"

@@ -159,9 +159,9 @@ async def test_an_abort_ends_waits_and_puts(backend: str) -> None:
 async def lose_a_rank(rank: int, backend: str, operation: str, signal_number: int) -> list[object]:
     """The last rank dies or stops in an operation; the others wait for its signal."""
     comm = await new_comm(backend, name="loss", timeout=20)
-    window = await comm.window(1 << 26)
+    window = await comm.window(1 << 24)
     view = window.tensor()
-    tensor = torch.ones(1 << 24)
+    tensor = torch.ones(1 << 22)
     await comm.barrier()
     error = ""
     try:

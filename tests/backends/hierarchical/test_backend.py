@@ -15,6 +15,7 @@ from asynccomm.backends.shm import backend as shm_module
 from asynccomm.core.work import Work
 from asynccomm.testing import check_backend
 from tests.pretended_hosts import HINTS, LAYOUTS, comm_on, pretend
+from tests.sampling import amount
 
 from ..conformance import MANY_RANKS  # noqa: TID252
 
@@ -149,7 +150,7 @@ async def test_a_shrink_chooses_the_backend_of_the_hosts_that_are_left(
 async def test_all_ranks_get_the_same_bits(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     async with comm_on(monkeypatch, LAYOUTS[layout]) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
-        for n in (3, 1 << 12, (1 << 18) + 5, (5 << 20) + 3):
+        for n in (3, 1 << 12, (1 << 18) + 5, (amount(5, 1) << 20) + 3):
             for dtype in (torch.float32, torch.bfloat16):
                 tensor = torch.randn(n, generator=generator).to(dtype)
                 exact = await comm.all_gather_object(tensor.double()) if n < 1 << 18 else None

@@ -18,7 +18,7 @@ from asynccomm.testing import check_backend
 from tests.sampling import exhaustive, some
 from tests.waiting import until
 
-from ..conformance import MANY_RANKS  # noqa: TID252
+from ..conformance import MANY_RANKS, OF_EVERY_KIND  # noqa: TID252
 
 
 def executor(*kinds: str) -> pytest.MarkDecorator:
@@ -35,18 +35,32 @@ async def executors(kind: str) -> AsyncIterator[None]:
         yield
 
 
+# Of what depends on the number of ranks most, the checks that take long on eight.
+ON_FIVE_RANKS = ["reduce_scatter_list_and_single", "two_hundred_operations_of_all_kinds_in_flight"]
+
+
 @executor("core")
 @pytest.mark.ranks(some([3, 1, 2], 1), backend="shm", timeout=240)
 async def test_conformance(kind: str) -> None:
     async with executors(kind):
-        await check_backend(lambda name: new_comm("shm", name=name, timeout=50))
+        only = None if exhaustive() else MANY_RANKS
+        await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
+
+
+@executor("core")
+@pytest.mark.ranks(2, backend="shm", timeout=240)
+async def test_conformance_of_every_kind(kind: str) -> None:
+    """What takes the same way for every dtype, reduction and form on two ranks as on three."""
+    async with executors(kind):
+        await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=sorted(OF_EVERY_KIND))
 
 
 @executor("mixed")
 @pytest.mark.ranks(some([5, 4], 1), backend="shm", timeout=240)
 async def test_conformance_on_more_ranks(kind: str) -> None:
     async with executors(kind):
-        only = some(MANY_RANKS, 30)  # all of them are run on three ranks
+        # all of them are run on three ranks
+        only = MANY_RANKS if exhaustive() else [*some(MANY_RANKS, 8), *ON_FIVE_RANKS]
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
 
@@ -54,13 +68,9 @@ async def test_conformance_on_more_ranks(kind: str) -> None:
 @pytest.mark.ranks(8, backend="shm", timeout=240)
 async def test_many_ranks(kind: str) -> None:
     """What depends on their number most."""
-    only = [
-        "all_reduce_is_bitwise_identical",
-        "reduce_scatter_list_and_single",
-        "scatter_and_gather_every_root",
-        "all_to_all_single_in_and_out_of_place",
-        "two_hundred_operations_of_all_kinds_in_flight",
-    ]
+    only = ["all_reduce_is_bitwise_identical", "scatter_and_gather_every_root", "all_to_all_single_in_and_out_of_place"]
+    if exhaustive():
+        only += ON_FIVE_RANKS
     async with executors(kind):
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
@@ -71,7 +81,7 @@ async def test_many_ranks(kind: str) -> None:
 @pytest.mark.parametrize("all_checks", [exhaustive()])
 async def test_conformance_with_tiny_slots_and_everything_on_the_worker(all_checks: bool, kind: str) -> None:
     hints = {"chunk_bytes": "1024", "whole_bytes": "64", "inline_bytes": "0", "message_bytes": "1024"}
-    only = None if os.environ["WORLD_SIZE"] == "2" and all_checks else some(MANY_RANKS, 50)
+    only = None if os.environ["WORLD_SIZE"] == "2" and all_checks else some(MANY_RANKS, 20)
     async with executors(kind):
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50, hints=hints), only=only)
 

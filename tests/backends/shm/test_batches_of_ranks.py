@@ -56,7 +56,7 @@ def mixture(comm: Comm, seed: int) -> list[Call]:
 @pytest.mark.parametrize("late", [False, True])
 async def test_any_batch_is_what_one_by_one_is(comm: Comm, late: bool) -> None:
     """Also on ranks that come late, and where batches follow each other."""
-    for seed in range(0, amount(30, 18), 3):
+    for seed in range(0, amount(30, 9), 3):
         together = [mixture(comm, seed + i) for i in range(3)]
         alone = [mixture(comm, seed + i) for i in range(3)]
         if late and comm.rank == seed % comm.size:

@@ -274,10 +274,10 @@ async def test_many_small_operations_in_a_row_let_other_tasks_run(comm: Comm) ->
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())
-    for _ in range(1000):
+    for _ in range(320):
         await comm.all_reduce(torch.ones(1))
     task.cancel()
-    assert turns >= 1000 // 64
+    assert turns >= 320 // 64
 
 
 @pytest.mark.ranks(2, backend="shm")

@@ -46,7 +46,7 @@ from asynccomm.comm.direct_calls import SubmitterCalls
 from asynccomm.core.callsite import CallSite, call_site, show
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.ops.dtypes import CODES
-from tests.sampling import some
+from tests.sampling import amount, some
 
 from .paths import counted
 
@@ -976,7 +976,7 @@ async def test_a_peer_that_writes_nonsense_is_named(part: int) -> None:
     """Frames, heads and counters that no honest rank writes, in front of a receive in C."""
     choose = random.Random(part)
     numbers = [0, 1, 63, 64, 8, 100, 2**16, 2**20 - 64, 2**20, 2**20 + 64, 2**31, 2**32 - 1]
-    for case in range(10):
+    for case in range(amount(10, 5)):
         numel = choose.choice([2, 4000])  # the longer one may be read while it is written
         honest = (4 * numel, SHORT, 0, CODES[torch.float32], 0)
         fields = [choose.choice(numbers) if choose.random() < 0.5 else number for number in honest]

@@ -23,7 +23,7 @@ from asynccomm.backends.shm.p2p import Messages
 from asynccomm.comm.direct_calls import SubmitterCalls
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.ops.dtypes import CODES
-from tests.sampling import some
+from tests.sampling import amount, some
 
 from .paths import counted
 
@@ -63,7 +63,8 @@ async def test_they_are_right_and_in_order() -> None:
     async with counted() as (comm, paths):
         me, other = comm.rank, 1 - comm.rank
         sizes = [LONG, (256 << 10) + 1, 1 << 20, 5, 4 << 20, (4 << 20) + 1]  # the last takes the ordinary path
-        for round in range(12):
+        rounds = amount(12, 4)
+        for round in range(rounds):
             for nbytes in sizes:
                 mine, theirs = (values(100 * round + rank, nbytes) for rank in (me, other))
                 got = torch.empty(nbytes, dtype=torch.uint8)
@@ -76,8 +77,8 @@ async def test_they_are_right_and_in_order() -> None:
                 assert work.source == other
                 assert str(work.op) == f"recv(uint8[{nbytes}], src={other}, tag={nbytes})"
                 assert torch.equal(got, theirs)
-        assert comm.statistics()[:2] == (2 * 12 * len(sizes), 0)
-        assert paths.ordinary <= 12 * (len(sizes) + 1), "sends begin in C, if not those of the longest kind"
+        assert comm.statistics()[:2] == (2 * rounds * len(sizes), 0)
+        assert paths.ordinary <= rounds * (len(sizes) + 1), "sends begin in C, if not those of the longest kind"
 
 
 @pytest.mark.ranks(3)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asynccomm import Comm, ReduceOp, Work, new_comm
-from tests.sampling import some
+from tests.sampling import amount, some
 from tests.waiting import until
 
 SIZES = [0, 1, 3, 100, 4096, 20_000, 100_000, 600_000]  # elements; from one cache line to many chunks
@@ -147,8 +147,9 @@ HINTS: list[dict[str, str]] = [
 @pytest.mark.ranks(some([3, 1, 2, 5], 1), backend="shm")
 @pytest.mark.parametrize("seed", some(range(len(HINTS)), 2))
 async def test_random_programs(comm: Comm, seed: int) -> None:
+    count = amount(60, 30)
     async with new_comm("shm", name="stress", timeout=60, hints=HINTS[seed]) as other:
-        await asyncio.gather(program(comm, 2 * seed, 60), program(other, 2 * seed + 1, 60))
+        await asyncio.gather(program(comm, 2 * seed, count), program(other, 2 * seed + 1, count))
 
 
 @contextmanager
@@ -170,13 +171,13 @@ def _stopping(pids: list[int], seed: int) -> Iterator[None]:
 @pytest.mark.ranks(some([4, 2], 1), backend="shm")
 @pytest.mark.parametrize("seed", some(range(2), 1))
 async def test_random_programs_with_ranks_that_are_stopped(comm: Comm, seed: int) -> None:
-    pids = await comm.all_gather_single(None, torch.tensor([os.getpid()]))
+    pids, count = await comm.all_gather_single(None, torch.tensor([os.getpid()])), amount(80, 40)
     if comm.rank == 0:
         with _stopping(pids.tolist(), seed):
-            await program(comm, 100 + seed, 80)
+            await program(comm, 100 + seed, count)
             await comm.barrier()
     else:
-        await program(comm, 100 + seed, 80)
+        await program(comm, 100 + seed, count)
         await comm.barrier()
 
 
