@@ -15,6 +15,8 @@ import uvloop
 
 from asynccomm import Comm, new_comm
 from asynccomm.testing import check_backend
+from asynccomm.testing.conformance import memory, windows
+from asynccomm.testing.conformance.suite import _checks
 from tests.sampling import exhaustive, some
 from tests.waiting import until
 
@@ -36,14 +38,18 @@ async def executors(kind: str) -> AsyncIterator[None]:
 
 
 # Of what depends on the number of ranks most, the checks that take long on eight.
-ON_FIVE_RANKS = ["reduce_scatter_list_and_single", "two_hundred_operations_of_all_kinds_in_flight"]
+ON_FIVE_RANKS = ["scatter_and_gather_every_root", "two_hundred_operations_of_all_kinds_in_flight"]
+# Their cases are dtypes and lengths, as those of OF_EVERY_KIND.
+OF_TWO_RANKS = ["nan_wins_in_min_and_max", "an_input_between_two_operations_that_write_it"]
+# On shm by tests/windows/test_window.py and tests/comm/methods/test_memory.py.
+ELSEWHERE = {check.__name__ for module in (windows, memory) for check in _checks(module)}
 
 
 @executor("core")
 @pytest.mark.ranks(some([3, 1, 2], 1), backend="shm", timeout=240)
 async def test_conformance(kind: str) -> None:
     async with executors(kind):
-        only = None if exhaustive() else MANY_RANKS
+        only = None if exhaustive() else [name for name in MANY_RANKS if name not in {*OF_TWO_RANKS, *ELSEWHERE}]
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
 
@@ -52,7 +58,7 @@ async def test_conformance(kind: str) -> None:
 async def test_conformance_of_every_kind(kind: str) -> None:
     """What takes the same way for every dtype, reduction and form on two ranks as on three."""
     async with executors(kind):
-        await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=sorted(OF_EVERY_KIND))
+        await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=[*OF_EVERY_KIND, *OF_TWO_RANKS])
 
 
 @executor("mixed")
@@ -68,9 +74,9 @@ async def test_conformance_on_more_ranks(kind: str) -> None:
 @pytest.mark.ranks(8, backend="shm", timeout=240)
 async def test_many_ranks(kind: str) -> None:
     """What depends on their number most."""
-    only = ["all_reduce_is_bitwise_identical", "scatter_and_gather_every_root", "all_to_all_single_in_and_out_of_place"]
+    only = ["all_reduce_is_bitwise_identical", "all_to_all_single_in_and_out_of_place"]
     if exhaustive():
-        only += ON_FIVE_RANKS
+        only += ["reduce_scatter_list_and_single", *ON_FIVE_RANKS]
     async with executors(kind):
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
