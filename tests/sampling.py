@@ -8,6 +8,7 @@ parameter, but not each combination.
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final, TypeVar
@@ -21,18 +22,17 @@ SHARE: Final = 0.2  # of the examples of a property, without --exhaustive
 LEAST: Final = 20  # examples of a property
 
 
-class _Mode:
-    exhaustive = False
+_VARIABLE: Final = "ASYNCCOMM_TESTS_EXHAUSTIVE"  # which ranks inherit
 
 
 def be_exhaustive() -> None:
     """From now on, tests try everything. Before they are collected."""
-    _Mode.exhaustive = True
+    os.environ[_VARIABLE] = "1"
 
 
 def exhaustive() -> bool:
     """Whether all cases are to be tried."""
-    return _Mode.exhaustive
+    return _VARIABLE in os.environ
 
 
 def examples(count: int) -> settings:

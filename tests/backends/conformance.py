@@ -29,6 +29,12 @@ OF_EVERY_KIND = {
 }
 assert set(CHECKS) >= OF_EVERY_KIND
 
+
+def of_modules(*names: str) -> list[str]:
+    """The checks in these modules of the suite."""
+    return [name for name, check in CHECKS.items() if check.__module__.rpartition(".")[2] in names]
+
+
 MANY_RANKS = [name for name in CHECKS if name not in OF_EVERY_KIND]
 
 # The most expensive ones, of many lengths or tensors, for which these backends have tests of their own: of their hazard

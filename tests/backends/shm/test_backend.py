@@ -15,12 +15,10 @@ import uvloop
 
 from asynccomm import Comm, new_comm
 from asynccomm.testing import check_backend
-from asynccomm.testing.conformance import memory, windows
-from asynccomm.testing.conformance.suite import _checks
 from tests.sampling import exhaustive, some
 from tests.waiting import until
 
-from ..conformance import MANY_RANKS, OF_EVERY_KIND  # noqa: TID252
+from ..conformance import MANY_RANKS, OF_EVERY_KIND, of_modules  # noqa: TID252
 
 
 def executor(*kinds: str) -> pytest.MarkDecorator:
@@ -42,7 +40,7 @@ ON_FIVE_RANKS = ["scatter_and_gather_every_root", "two_hundred_operations_of_all
 # Their cases are dtypes and lengths, as those of OF_EVERY_KIND.
 OF_TWO_RANKS = ["nan_wins_in_min_and_max", "an_input_between_two_operations_that_write_it"]
 # On shm by tests/windows/test_window.py and tests/comm/methods/test_memory.py.
-ELSEWHERE = {check.__name__ for module in (windows, memory) for check in _checks(module)}
+ELSEWHERE = of_modules("windows", "memory")
 
 
 @executor("core")
