@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,14 +80,22 @@ def test_ctrl_c_ends_it_as_a_signal_does() -> None:
     assert done.stderr.endswith("KeyboardInterrupt\n")
 
 
-@pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.SIG_DFL])
-def test_sighup_is_ignored_where_the_caller_ignores_it(disposition: signal.Handlers) -> None:
-    before = signal.signal(signal.SIGHUP, disposition)
+@pytest.mark.parametrize(
+    ("number", "disposition"),
+    [
+        (signal.SIGHUP, signal.SIG_IGN),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGINT, signal.SIG_IGN),
+        (signal.SIGINT, signal.default_int_handler),
+    ],
+)
+def test_a_signal_is_ignored_where_the_caller_ignores_it(number: signal.Signals, disposition: Any) -> None:
+    before = signal.signal(number, disposition)
     try:
-        ended = python("import signal; print(signal.getsignal(signal.SIGHUP).name)")
+        ended = python(f"import signal; print(signal.getsignal({number}))")
     finally:
-        signal.signal(signal.SIGHUP, before)
-    assert ended.stdout == disposition.name + "\n", ended.stderr
+        signal.signal(number, before)
+    assert ended.stdout == f"{disposition}\n", ended.stderr
 
 
 def test_input_sessions_and_descriptors() -> None:

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).parent.parent
+PR_SET_NAME: Final = 15
 PR_SET_CHILD_SUBREAPER: Final = 36
 MESSAGE_BYTES: Final = 1 << 17
 DESCRIPTORS: Final = 64  # at most, of one command
@@ -100,7 +101,7 @@ class _Order(NamedTuple):
     session: bool  #: a session of its own
     finalize: bool  #: at the end, as an interpreter does
     worker: bool  #: of xdist, in the run of pytest that orders
-    hangup: bool  #: SIGHUP is not ignored, as it is under nohup
+    ignored: Sequence[int]  #: of SIGHUP, as under nohup, and SIGINT, as in a shell's background, those that are ignored
     prepare: tuple[str, bytes, tuple[Any, ...]] | None  #: of preexec_fn: its module, code and closure
 
 
@@ -176,8 +177,9 @@ def _order(call: Mapping[str, Any]) -> _Order | None:
         values = tuple(cell.cell_contents for cell in function.__closure__ or ())
         prepare = function.__module__, marshal.dumps(function.__code__), values
     numbers = (0, 1, 2, *call["pass_fds"])
-    session, hangup = bool(call["start_new_session"]), signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return _Order(arguments, environment, directory, numbers, session, _finalize, _workers, hangup, prepare)
+    session = bool(call["start_new_session"])
+    ignored = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is signal.SIG_IGN]
+    return _Order(arguments, environment, directory, numbers, session, _finalize, _workers, ignored, prepare)
 
 
 def _start(order: _Order, descriptors: Sequence[int]) -> int:
@@ -282,7 +284,7 @@ def _prepare(order: _Order) -> None:
     """The part that subprocess does before its Popen returns: a caller may at once signal the child's group."""
     if order.session:
         os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL if order.hangup else signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if signal.SIGHUP in order.ignored else signal.SIG_DFL)
     if order.prepare is not None:
         module, code, values = order.prepare
         cells = tuple(map(types.CellType, values))
@@ -295,11 +297,13 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     """Do in this process as a new interpreter would; does not return."""
     global _server
     _place(dict(zip(order.descriptors, descriptors, strict=True)))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.SIGINT not in order.ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(order.directory)
     os.environ.clear()
     os.environ.update(order.environment)
     kind, *rest = order.arguments
+    _libc.prctl(PR_SET_NAME, (rest[0] if kind == "-m" else kind).rpartition(".")[2].encode(), 0, 0, 0)
     subprocess.Popen, util.spawnv_passfds = _real_popen, _real_spawnv_passfds  # type: ignore
     if order.worker:
         _server = _forked_server()

@@ -20,6 +20,7 @@ from asynccomm import BrokenError, Comm, PeerLostError
 from asynccomm.cli.spawning import RankResult, _pass_on, _results, result_file
 from tests.cases import cases
 from tests.forking import exit_code, fork
+from tests.sampling import some
 
 
 async def work(comm: Comm, case: str, *, scale: float = 1.0) -> Any:
@@ -108,7 +109,7 @@ def test_the_current_directory_shadows_no_module_of_the_ranks(tmp_path: Path) ->
 
 
 @pytest.mark.real_python
-@pytest.mark.parametrize("command", [["-m", "caller"], ["-c", "import caller"]])
+@pytest.mark.parametrize("command", some([["-c", "import caller"], ["-m", "caller"]], 1))
 def test_ranks_import_from_the_current_directory_as_the_caller_does(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("async def main(comm): return comm.rank\n")
     (tmp_path / "caller.py").write_text("import asynccomm, neighbour\nprint(asynccomm.spawn(neighbour.main, 1))\n")
@@ -220,7 +221,6 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(tmp_path: Path) -> None:
     assert child.returncode == -signal.SIGINT
 
 
-@pytest.mark.real_python
 def test_an_exception_where_sigint_is_ignored_ends_the_ranks_first(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
