@@ -686,9 +686,10 @@ def test_a_terminal_that_takes_nothing_does_not_stop_an_interrupt(launcher, is_r
 
 # -- what ranks leave behind
 
+# the child would outlive what waits for its end
 PARENT = """
     import os, subprocess, sys, time
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # holds our pipes
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])  # holds our pipes
     print("child", child.pid, flush=True)
     print("pid", os.getpid(), flush=True)
     {then}

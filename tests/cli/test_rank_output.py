@@ -9,8 +9,6 @@ import pytest
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
 from tests.waiting import until
 
-pytestmark = pytest.mark.real_python
-
 
 def test_terminal_that_is_one_file_is_one_queue(launcher) -> None:
     launcher.script(
@@ -211,6 +209,7 @@ def test_bytes_that_are_no_text_pass(launcher) -> None:
     assert started.out == b"[0] " + bytes(sorted(set(range(256)) - {10, 13})) + b"end\n"
 
 
+@pytest.mark.real_python  # a fork has the memory of its parent
 def test_a_line_of_50_megabytes_is_not_held(launcher) -> None:
     script = launcher.script(
         """

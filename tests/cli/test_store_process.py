@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from asynccomm.cli import store_process
 from asynccomm.cli.store_process import main
 
 pytestmark = pytest.mark.real_python
@@ -22,6 +23,7 @@ def test_what_cannot_be_served_is_an_error_in_words(
 
 
 def test_groups_that_are_gone_are_left_alone_and_others_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_process, "GROUP_SECONDS", 0.1)
     gone, left = (subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         arguments = [os.dup(listening.fileno()), gone.pid, left.pid]
