@@ -73,11 +73,18 @@ class Contents(NamedTuple):
     imports: set[str]  #: our modules that it imports anywhere in it, also for type checking only
     classes: list[str]
     compared: set[str]  #: names in places where classes are compared
+    nameless: list[int]  #: the lines that make tensors and name no device
+
+
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
 
 
 @functools.cache
 def contents(path: Path) -> Contents:
-    imports, classes, compared = set(), [], set()
+    imports, classes, compared, nameless = set(), [], set(), []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             imports.update(alias.name for alias in node.names)
@@ -89,8 +96,12 @@ def contents(path: Path) -> Contents:
                 imports.add(inner if inner.removeprefix("asynccomm.") in MODULES else base)
         elif isinstance(node, ast.ClassDef):
             classes.append(node.name)
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=attribute)) if attribute in FACTORIES:
+                if not {"device", None} & {keyword.arg for keyword in node.keywords}:
+                    nameless.append(node.lineno)
         compared |= {each.id for each in _compared(node) if isinstance(each, ast.Name)}
-    return Contents({name for name in imports if name.split(".")[0] == "asynccomm"}, classes, compared)
+    return Contents({name for name in imports if name.split(".")[0] == "asynccomm"}, classes, compared, nameless)
 
 
 def test_order_has_every_package() -> None:
@@ -128,23 +139,10 @@ def test_every_module_has_its_tests() -> None:
         assert path.exists(), f"{name} has no {path.relative_to(ROOT)}"
 
 
-FACTORIES = {
-    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"),
-    *("randn", "randperm", "scalar_tensor", "tensor", "zeros"),
-}
-
-
 def test_new_tensors_name_their_device() -> None:
     """Else they are made on torch's default device, which a program may set to a GPU."""
-    nameless = []
-    for name, path in MODULES.items():
-        if name.startswith(("benchmarks", "testing.conformance")):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=attribute)) if attribute in FACTORIES:
-                    if not {"device", None} & {keyword.arg for keyword in node.keywords}:
-                        nameless.append(f"{name}:{node.lineno}")
+    made = {name: path for name, path in MODULES.items() if not name.startswith(("benchmarks", "testing.conformance"))}
+    nameless = [f"{name}:{line}" for name, path in made.items() for line in contents(path).nameless]
     assert not nameless
 
 
