@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.sampling import amount
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,7 +33,7 @@ def rows(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 @pytest.mark.timeout(200)
 def test_killed_ranks_are_replaced(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    done = soak("--minutes", 0.15, "--ranks", 3, "--faults", "kill,killtwo", "--json", out)
+    done = soak("--minutes", amount(9, 4) / 60, "--ranks", 3, "--faults", "kill,killtwo", "--json", out)
     assert done.returncode == 0, done.stdout + done.stderr
     summary, recoveries, growth = rows(out)
     killed = recoveries["kill"]["faults"] + recoveries["killtwo"]["faults"]
