@@ -1,6 +1,7 @@
 """Functions on several ranks, from a script, a notebook or a test."""
 
 import asyncio
+import importlib
 import io
 import os
 import signal
@@ -20,7 +21,6 @@ from asynccomm import BrokenError, Comm, PeerLostError
 from asynccomm.cli.spawning import RankResult, _pass_on, _results, result_file
 from tests.cases import cases
 from tests.forking import exit_code, fork
-from tests.sampling import some
 
 
 async def work(comm: Comm, case: str, *, scale: float = 1.0) -> Any:
@@ -98,7 +98,24 @@ def test_a_function_of_a_script_runs_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.real_python
-def test_the_current_directory_shadows_no_module_of_the_ranks(tmp_path: Path) -> None:
+def test_the_current_directory_shadows_no_module_of_the_ranks_and_has_the_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a caller by ``python -c`` or ``-m``, here without its start: the function is found, after the start."""
+    (tmp_path / "queue.py").write_text("raise ImportError('not the standard library')\n")
+    (tmp_path / "neighbour_of_spawn.py").write_text("async def main(comm): return comm.rank\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    neighbour = importlib.import_module("neighbour_of_spawn")
+    try:
+        assert asynccomm.spawn(neighbour.main, 1) == [0]
+    finally:
+        del sys.modules["neighbour_of_spawn"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.real_python
+def test_a_script_s_ranks_know_nothing_of_the_current_directory(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "queue.py").write_text("raise ImportError('not the standard library')\n")
     script = tmp_path / "script.py"
@@ -108,8 +125,9 @@ def test_the_current_directory_shadows_no_module_of_the_ranks(tmp_path: Path) ->
     assert (done.stdout, done.returncode) == ("[0]\n", 0), done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.real_python
-@pytest.mark.parametrize("command", some([["-c", "import caller"], ["-m", "caller"]], 1))
+@pytest.mark.parametrize("command", [["-c", "import caller"], ["-m", "caller"]])
 def test_ranks_import_from_the_current_directory_as_the_caller_does(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("async def main(comm): return comm.rank\n")
     (tmp_path / "caller.py").write_text("import asynccomm, neighbour\nprint(asynccomm.spawn(neighbour.main, 1))\n")
