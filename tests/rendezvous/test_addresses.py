@@ -55,6 +55,12 @@ class Ranks:
                 sockets.close()
 
 
+@pytest.fixture
+def brief_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 stays for ranks that never read why it failed; the store of a test outlives it."""
+    monkeypatch.setattr(module, "FAREWELL", 0.1)
+
+
 async def outcomes(tasks: Sequence[Awaitable[Any]]) -> list[Any]:
     async with asyncio.timeout(LIMIT):
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -98,6 +104,7 @@ async def test_a_rank_without_a_way_fails_all_ranks(at: int) -> None:
     assert str(found[0]).startswith(f"rank {at} of 3: hint 'interface'='no0' names no interface")
 
 
+@pytest.mark.usefixtures("brief_farewell")
 async def test_missing_ranks_are_named_by_all_others() -> None:
     with Ranks(4) as ranks:
         two = ranks.start(2)
@@ -109,12 +116,14 @@ async def test_missing_ranks_are_named_by_all_others() -> None:
     ] * 2
 
 
+@pytest.mark.usefixtures("brief_farewell")
 async def test_rank_0_is_missing() -> None:
     with Ranks(3) as ranks:
         found = await outcomes([ranks.start(rank, limit=0.2) for rank in (1, 2)])
     assert [str(error) for error in found] == ["ranks [0] have met the others, and then not given their addresses"] * 2
 
 
+@pytest.mark.usefixtures("brief_farewell")
 async def test_a_cancelled_rank_0_fails_the_others() -> None:
     with Ranks(3) as ranks:
         tasks = [ranks.start(rank) for rank in (0, 1)]
@@ -126,6 +135,7 @@ async def test_a_cancelled_rank_0_fails_the_others() -> None:
     assert [str(error) for error in found[1:]] == ["rank 0 of 3: it gave up connecting"] * 2
 
 
+@pytest.mark.usefixtures("brief_farewell")
 async def test_a_cancelled_rank_fails_the_others() -> None:
     with Ranks(3) as ranks:
         one = ranks.start(1)
@@ -137,6 +147,7 @@ async def test_a_cancelled_rank_fails_the_others() -> None:
     assert [str(error) for error in found] == ["rank 1 of 3: it gave up connecting"] * 2
 
 
+@pytest.mark.usefixtures("brief_farewell")
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
@@ -187,6 +198,7 @@ async def test_the_error_outlives_the_store(monkeypatch: pytest.MonkeyPatch) -> 
     assert {type(error) for error in found} == {BackendError}
 
 
+@pytest.mark.usefixtures("brief_farewell")
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_gives_up_before_the_exchange_ends_it(rank: int) -> None:
     with Ranks(3) as ranks:
