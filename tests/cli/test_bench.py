@@ -1,17 +1,21 @@
 """``asynccomm bench``."""
 
 import json
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from asynccomm.benchmarks.rows import Measurement
+from asynccomm.benchmarks.session_options import SessionOptions
 from asynccomm.cli import bench
 from asynccomm.cli.main import main
+from tests.sampling import exhaustive
 
 
 def test_a_row_for_each_operation_size_and_contender(launcher, tmp_path: Path) -> None:
-    plot = ["--plot", "out.png"] if find_spec("matplotlib") else []
+    plot = ["--plot", "out.png"] if exhaustive() and find_spec("matplotlib") else []  # which takes 2 s to import
     code, out, err = launcher.run(
         *("bench", "--ops", "all_gather_single,barrier", "--sizes", "8,1K", "--rounds", "1"),
         *("--backend", "shm", "--peers", "torch", "--json", "rows.json", *plot),
@@ -72,6 +76,24 @@ def test_missing_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     with pytest.raises(SystemExit):
         main(["bench", "--peers", "mpi"])
     assert "argument --peers: peer 'mpi' needs mpiexec" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    row = Measurement(op="barrier", contender="gloo", backend="shm", ranks=2, bytes=0, us=1.0)
+    drawn: list[object] = []
+
+    def measure(ranks: int, session: SessionOptions) -> int:
+        Path(session.out).write_text(json.dumps([asdict(row)]))
+        return 0
+
+    monkeypatch.setattr(bench, "find_spec", lambda name: object())
+    monkeypatch.setattr(bench, "_launch", measure)
+    monkeypatch.setattr(bench, "plot", lambda rows, path: drawn.append((list(rows), path)))
+    assert main(["bench", "--ops", "barrier", "--plot", str(tmp_path / "out.png")]) == 0
+    assert drawn == [([row], tmp_path / "out.png")]
+    monkeypatch.setattr(bench, "_launch", lambda ranks, session: 3)
+    assert main(["bench", "--ops", "barrier", "--plot", str(tmp_path / "out.png")]) == 3
+    assert len(drawn) == 1, "nothing was measured"
 
 
 def test_sizes_grow_by_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:

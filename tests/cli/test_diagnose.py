@@ -198,9 +198,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo"])
+@pytest.fixture(scope="module", params=some(["shm", "gloo"], 1))
 def hanging(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Rank 2 of 3 does not call the second all_reduce, and blocks its loop."""
+    """Rank 2 of 3 does not call the second all_reduce, and blocks its loop. On gloo, a job below has lost a rank."""
     with starting(tmp_path_factory.mktemp("jobs")) as start:
         job = start(HANGS, 3, f"hangs-{request.param}-{os.getpid()}")
         job.launch(request.param)
@@ -330,11 +330,9 @@ def test_a_pid_that_has_nothing_to_do_with_the_run(hanging: Running, command: Co
         assert command(other.pid)[0] == 2
 
 
-@pytest.mark.parametrize("shm_rank", some([0, 1], 1))
-def test_a_stopped_rank_is_silent_and_another_one_is_asked(hanging: Running, command: Command, shm_rank: int) -> None:
-    """The root, over which the others talk to each other, and another: usually one on each backend."""
-    assert hanging.run is not None
-    rank = shm_rank if hanging.run.startswith("hangs-shm") else 1 - shm_rank
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_silent_and_another_one_is_asked(hanging: Running, command: Command, rank: int) -> None:
+    """The root, over which the others talk to each other, and another."""
     pids = hanging.pids
     with stopped(pids[rank]):
         code, comms = command.comms(hanging.run)
@@ -356,7 +354,8 @@ def test_the_ranks_of_a_split_are_told_apart(hanging: Running, command: Command)
     assert [one["answered"] for one in comms["world/tail"]["ranks"]] == [False, True]
 
 
-def test_all_are_stopped(hanging: Running, command: Command) -> None:
+def test_all_are_stopped(hanging: Running, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "KNOCK_SECONDS", 0.3)
     with stopped(*hanging.pids):
         code, out, _ = command(hanging.run)
         told = json.loads(command(hanging.run, "--json")[1])

@@ -166,6 +166,13 @@ END = """
         note("after")
         await comm.barrier()
 
+    @pytest.mark.ranks(2, timeout=3)  # the ranks of the test before: time for both to come so far, on a busy machine
+    async def test_never_comes(comm):
+        await comm.barrier()
+        if comm.rank == 1:
+            await asyncio.Event().wait()  # rank 1 stays here
+        await comm.all_reduce(torch.ones(3))  # rank 0 stays here
+
     @pytest.mark.ranks(2)
     async def test_killed(comm):
         await comm.barrier()
@@ -178,13 +185,6 @@ END = """
         if os.environ["RANK"] == "1":
             os._exit(3)
         faulthandler._sigsegv()
-
-    @pytest.mark.ranks(2, timeout=5)  # time for both ranks to come so far, on a busy machine
-    async def test_never_comes(comm):
-        await comm.barrier()
-        if comm.rank == 1:
-            await asyncio.Event().wait()  # rank 1 stays here
-        await comm.all_reduce(torch.ones(3))  # rank 0 stays here
 
     @pytest.mark.ranks(3, timeout=1)
     async def test_busy():

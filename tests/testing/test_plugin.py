@@ -128,7 +128,7 @@ def test_death_is_named(run: Run) -> None:
 def test_stuck_ranks_are_shown(run: Run) -> None:
     text = run.text("test_never_comes[2ranks]")
     first, second = text.split("\n\nrank 1 of 2")
-    assert "rank 0 of 2 was not done after 5 s (timeout= of @pytest.mark.ranks) and had to be ended, here:\n" in first
+    assert "rank 0 of 2 was not done after 3 s (timeout= of @pytest.mark.ranks) and had to be ended, here:\n" in first
     assert "await comm.all_reduce(torch.ones(3))  # rank 0 stays here" in first
     assert "waiting for <Work #1 all_reduce(float32[3]" in first
     assert "await asyncio.Event().wait()  # rank 1 stays here" in second

@@ -171,7 +171,7 @@ CASES: Final[dict[str, tuple[Here, Everywhere]]] = {
 }
 
 
-#: compiling a function takes a second, so usually one rank alone does it for each
+#: compiling takes a second for each function, and seconds for the first, so usually one rank alone does it
 everywhere = pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 COMPILED: Final = {"with a factor", "reduce", "reduce_scatter_single", "all_to_all_v_single"}
 
@@ -184,7 +184,7 @@ async def test_gradients_are_those_of_the_whole(comm: Comm, everywhere: bool) ->
     def program() -> None:
         main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "gradients")
         rank, random = main.get_rank(), torch.Generator().manual_seed(0)
-        for number, (name, (here, whole)) in enumerate(CASES.items()):
+        for name, (here, whole) in CASES.items():
             inputs = [torch.randn(6, 2, generator=random, dtype=torch.float64).requires_grad_() for _ in range(SIZE)]
             outputs = whole(inputs)
             weights = [torch.randn(out.shape, generator=random, dtype=torch.float64) for out in outputs]
@@ -192,7 +192,7 @@ async def test_gradients_are_those_of_the_whole(comm: Comm, everywhere: bool) ->
             (expected,) = torch.autograd.grad(loss, inputs[rank], materialize_grads=True)
             mine = inputs[rank].detach().clone().requires_grad_()
             functions = [here, here] if name in COMPILED else [here]
-            if name in COMPILED and (everywhere or number % SIZE == rank):
+            if name in COMPILED and (everywhere or rank == 1):
                 functions[1] = torch.compile(here, backend="aot_eager", fullgraph=True)
             for function in functions:
                 found = function(main, mine)
@@ -216,9 +216,9 @@ async def test_derivatives_in_forward_mode_are_refused_before_anything_is_sent(c
         main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "tangents")
         x, tangent = torch.ones(6, 2), torch.full((6, 2), 3.0)
         text = "(tensor|input|each item of input_list) must not be differentiated in forward mode"
-        for number, (name, (here, _)) in enumerate(CASES.items()):
-            if not everywhere and number % SIZE != main.get_rank():
-                continue  # nothing is sent, so no other rank has to call it
+        for name, (here, _) in CASES.items():
+            if not everywhere and main.get_rank() != 1:
+                break  # nothing is sent, so no other rank has to call it
             with pytest.raises(NotImplementedError, match=text):
                 torch.func.jvp(partial(here, main), (x,), (tangent,))
             with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=text):
