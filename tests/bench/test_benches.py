@@ -12,6 +12,7 @@ import pytest
 
 from asynccomm.benchmarks.mpi_launcher import why_not
 from asynccomm.benchmarks.operations import OPS
+from tests.sampling import some
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +43,7 @@ def test_collectives_writes_a_row_per_operation_and_peer(tmp_path: Path) -> None
     assert all(row["ratio"] == pytest.approx(row["peer_us"] / row["asynccomm_us"]) for row in rows)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", some(["shm", "gloo"], 1))
 def test_windows_writes_a_row_per_size_and_peer(tmp_path: Path, backend: str) -> None:
     out = tmp_path / "rows.json"
     mpi = ["--mpi"] if backend == "shm" and why_not() is None else []
@@ -56,10 +57,11 @@ def test_windows_writes_a_row_per_size_and_peer(tmp_path: Path, backend: str) ->
 
 def test_shared_tensors_writes_a_row_per_size_and_collective(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    done = bench("shared_tensors.py", "--sizes", "8,300000", "--rounds", 1, "--json", out)
+    sizes = some(["8", "300000"], 1)
+    done = bench("shared_tensors.py", "--sizes", ",".join(sizes), "--rounds", 1, "--json", out)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())
-    assert len(rows) == 10
+    assert len(rows) == 5 * len(sizes)
     assert all(row["asynccomm_us"] > 0 and row["peer_us"] > 0 for row in rows)
 
 
@@ -109,7 +111,7 @@ def test_overheads_compares_each_setting_with_nothing_on(tmp_path: Path) -> None
 def test_loop_lag_measures_each_setting_with_and_without_communication(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     done = bench(
-        "loop_lag.py", *("--backend", "gloo"), *("--bytes", 4096), *("--seconds", 0.1), *("--late", 0.1), "--json", out
+        "loop_lag.py", *("--backend", "gloo"), *("--bytes", 4096), *("--seconds", 0.03), *("--late", 0.1), "--json", out
     )
     assert done.returncode == 0, done.stderr
     *lags, late = json.loads(out.read_text())
@@ -202,14 +204,13 @@ def test_agreed_measures_real_ranks(tmp_path: Path) -> None:
 
 def test_coalesce_has_a_row_per_list(tmp_path: Path) -> None:
     out, backend = tmp_path / "rows.json", "shm"
-    done = bench(
-        "coalesce.py", *("--backend", backend), *("--lists", "100 x 1 KiB,64 x 64 B"), *("--rounds", 1), "--json", out
-    )
+    lists = some([("64 x 64 B", 64 * 64), ("100 x 1 KiB", 100 << 10)], 1)
+    names = ",".join(name for name, _ in lists)
+    done = bench("coalesce.py", *("--backend", backend), *("--lists", names), *("--rounds", 1), "--json", out)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())
     assert [(row["tensors"], row["bytes"], row["ranks"], row["backend"]) for row in rows] == [
-        ("100 x 1 KiB", 100 << 10, 2, backend),
-        ("64 x 64 B", 64 * 64, 2, backend),
+        (name, nbytes, 2, backend) for name, nbytes in lists
     ]
     for row in rows:
         assert row["over_gloo"] == pytest.approx(row["gloo_us"] / row["scope_us"])

@@ -584,12 +584,10 @@ def test_a_store_of_an_unknown_name_is_reported_at_once(launcher, until, unused_
 
 def test_control_c_in_a_terminal_reaches_each_rank_once(launcher, is_running) -> None:
     script = launcher.script(STUBBORN)
-    take_terminal = (
-        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-    )
+    source = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    take_terminal = launcher.script(source, "take_terminal.py")
     command = [
         sys.executable,
-        "-c",
         take_terminal,
         sys.executable,
         "-m",
@@ -598,7 +596,7 @@ def test_control_c_in_a_terminal_reaches_each_rank_once(launcher, is_running) ->
         "-n",
         "2",
         "--grace",
-        "3",
+        "1",
         script,
     ]
     master, slave = pty.openpty()

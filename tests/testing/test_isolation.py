@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asynccomm.testing.isolation import ImportedFiles, is_importable_as
+from tests.sampling import amount
 
 from .conftest import Project, Run
 from .foreign import FOREIGN, NAMES
@@ -121,7 +122,8 @@ def test_selected_with_output_at_once(project: Project) -> None:
 
 
 def test_on_workers_of_xdist_with_coverage(project: Project) -> None:
-    check(project, project.run("-n", "2", *COVERAGE))
+    """With one worker, as our own tests run on several at a time."""
+    check(project, project.run("-n", str(amount(2, 1)), *COVERAGE))
     assert covered(project) == [1, 2, 3]
 
 
