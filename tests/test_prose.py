@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ALLOWED = Path(__file__).with_suffix(".json")  # words by file; files that are not there have none
 WORDS = re.compile(r"\b(what(?:ever)?|who(?:ever|m|mever|se)?|(?:no|some|every|any)body)\b", re.IGNORECASE)
+COMMENTED = re.compile("#.*" + WORDS.pattern, re.IGNORECASE)
+STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement has others
 QUOTED = re.compile(r"```.*?```|``.*?``|`[^`\n]*`|\"[^\"\n]*\"", re.DOTALL)
 
 
@@ -29,9 +31,15 @@ def prose_of(path: Path) -> Iterator[str]:
     if path.suffix == ".md":
         yield text
         return
-    for node in ast.walk(ast.parse(text)):
+    nodes: list[ast.AST] = [ast.parse(text)]
+    while nodes:  # not ast.walk(), which looks at all expressions, too
+        node = nodes.pop()
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield ast.get_docstring(node, clean=False) or ""
+        for name in STATEMENTS:
+            nodes.extend(getattr(node, name, ()))
+    if COMMENTED.search(text) is None:  # the split into tokens takes long
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
