@@ -52,3 +52,34 @@ USUAL = [
     for name in CHECKS
     if exhaustive() or (name in {*MANY_RANKS, "conjugated_tensors_in_every_form"} and name not in OF_MANY_SIZES)
 ]
+
+# Those in which a third rank is another case: roots, groups, sources of messages, sizes of their own for each rank, and
+# who is named. What the others check (layouts, scopes, memory of tensors) a rank does alone or with each of the others.
+OF_THREE_RANKS = {
+    *of_modules("coalesced", "collectives", "failures", "groups", "queues", "uneven"),
+    "a_root_s_output_in_another_rank_s_input",
+    "messages_do_not_disturb_collectives",
+    "mixed_operations_in_flight",
+    "objects_from_any_source",
+    "objects_from_rank_to_rank",
+    "objects_of_every_kind_to_all",
+    "receives_from_any_source",
+    "refused_objects_leave_the_comm_usable",
+    "refused_shares_leave_the_group_usable",
+    "states_from_every_root",
+    "tensor_dicts_from_every_root",
+    "tokens_to_their_experts_and_back",
+    "two_hundred_operations_of_all_kinds_in_flight",
+}
+assert set(CHECKS) >= OF_THREE_RANKS
+
+# Many operations on handles that are the same for all backends, and long lists of operations: on shm and gloo only.
+_OF_TWO_BACKENDS = {
+    "copies_of_handles_are_the_handles",
+    "crowds_of_small_operations",
+    "hundreds_of_small_operations_in_one_scope",
+}
+assert set(CHECKS) >= _OF_TWO_BACKENDS
+
+# The usual ones for backends within a process.
+IN_ONE_PROCESS = [name for name in USUAL if exhaustive() or name not in _OF_TWO_BACKENDS]

@@ -16,7 +16,7 @@ from asynccomm.testing import check_backend, loopback_world
 from tests.sampling import some
 from tests.waiting import until
 
-from .conformance import MANY_RANKS, USUAL
+from .conformance import IN_ONE_PROCESS, MANY_RANKS
 from .contexts import rank_0_of_2
 
 
@@ -25,7 +25,7 @@ async def test_conformance(size: int) -> None:
     store = MemoryStore()
 
     async def one(rank: int) -> None:
-        only = USUAL if size <= 3 else MANY_RANKS
+        only = IN_ONE_PROCESS if size <= 3 else MANY_RANKS
         await check_backend(lambda name: new_comm("loopback", name=name, store=store, rank=rank, size=size), only=only)
 
     async with asyncio.TaskGroup() as group:

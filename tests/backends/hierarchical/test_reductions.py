@@ -54,7 +54,8 @@ async def test_every_reduction_of_every_dtype(hosts: str, limit: int, monkeypatc
     monkeypatch.setattr(reductions, "PIECE", 40)
     world = World(WORLDS[hosts])
     size = world.size
-    for dtype in DTYPES:
+    # by default all on one layout: the levels differ in who reduces what, and not by dtype
+    for dtype in DTYPES if exhaustive() or hosts == "3+1" else DTYPES[::4]:
         for op in (*CONSTANTS, ReduceOp.PREMUL_SUM(2)):
             if legal(op, dtype):
                 check_all(world, [whole_numbers(rank, 5 * size, dtype) for rank in range(size)], op)

@@ -18,7 +18,7 @@ from asynccomm.errors import BackendError, BrokenError, CollectiveTimeoutError
 from asynccomm.testing import check_backend
 from tests.sampling import exhaustive, some
 
-from ..conformance import USUAL  # noqa: TID252
+from ..conformance import IN_ONE_PROCESS, USUAL  # noqa: TID252
 from .conftest import World
 from .simulation import SimulatedBackend, SimulatedDevice, SimulatedNccl, SimulatedStream
 
@@ -53,7 +53,7 @@ async def conform(size: int, only: Sequence[str] | None = None, side: str = "loo
 @pytest.mark.parametrize("size", some([2, 3, 1], 1))
 @pytest.mark.parametrize("part", range(4))  # a slow machine needs minutes for the whole suite
 async def test_conformance(size: int, part: int) -> None:
-    await conform(size, USUAL[part::4])
+    await conform(size, IN_ONE_PROCESS[part::4])
 
 
 @pytest.mark.parametrize("side", some(["shm", "gloo"], 1))

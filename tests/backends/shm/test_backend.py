@@ -15,10 +15,11 @@ import uvloop
 
 from asynccomm import Comm, new_comm
 from asynccomm.testing import check_backend
+from asynccomm.testing.conformance import CHECKS
 from tests.sampling import exhaustive, some
 from tests.waiting import until
 
-from ..conformance import MANY_RANKS, OF_EVERY_KIND, of_modules  # noqa: TID252
+from ..conformance import MANY_RANKS, OF_EVERY_KIND, OF_THREE_RANKS, of_modules  # noqa: TID252
 
 
 def executor(*kinds: str) -> pytest.MarkDecorator:
@@ -37,8 +38,6 @@ async def executors(kind: str) -> AsyncIterator[None]:
 
 # Of what depends on the number of ranks most, the checks that take long on eight.
 ON_FIVE_RANKS = ["scatter_and_gather_every_root", "two_hundred_operations_of_all_kinds_in_flight"]
-# Their cases are dtypes and lengths, as those of OF_EVERY_KIND.
-OF_TWO_RANKS = ["nan_wins_in_min_and_max", "an_input_between_two_operations_that_write_it"]
 # On shm by tests/windows/test_window.py and tests/comm/methods/test_memory.py.
 ELSEWHERE = of_modules("windows", "memory")
 
@@ -47,7 +46,7 @@ ELSEWHERE = of_modules("windows", "memory")
 @pytest.mark.ranks(some([3, 1, 2], 1), backend="shm", timeout=240)
 async def test_conformance(kind: str) -> None:
     async with executors(kind):
-        only = None if exhaustive() else [name for name in MANY_RANKS if name not in {*OF_TWO_RANKS, *ELSEWHERE}]
+        only = None if exhaustive() else [name for name in MANY_RANKS if name in OF_THREE_RANKS]
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
 
@@ -56,7 +55,8 @@ async def test_conformance(kind: str) -> None:
 async def test_conformance_of_every_kind(kind: str) -> None:
     """What takes the same way for every dtype, reduction and form on two ranks as on three."""
     async with executors(kind):
-        await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=[*OF_EVERY_KIND, *OF_TWO_RANKS])
+        only = [name for name in CHECKS if name in OF_EVERY_KIND or name not in {*OF_THREE_RANKS, *ELSEWHERE}]
+        await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
 
 @executor("mixed")
