@@ -95,6 +95,7 @@ def random_calls(kinds: list[str], size: int, choose: random.Random) -> list[lis
     return calls
 
 
+@pytest.mark.parametrize("each_executor", some(["mixed", "core", "reference"], 1), indirect=True)  # it has both kinds
 @cases("dtype", [torch.float16, torch.uint8, torch.int16, torch.uint16, torch.uint64, torch.int32])
 @cases(
     "kind", ["all_reduce", "reduce_scatter_single", "all_reduce_several", "reduce_scatter_several", "all_reduce_out"]

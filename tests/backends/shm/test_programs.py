@@ -237,7 +237,7 @@ def test_both_executors_compute_the_same_bits(dtype: torch.dtype) -> None:
         if op is ReduceOp.AVG and dtype in (torch.int8, torch.uint8, torch.int32):
             continue  # they travel in a wider dtype
         for size in some((1, 2, 3, 5), 3):
-            for n in (1, 3, 64, 1023, 1024, 1025, 5000) if exhaustive() else (1, 3, 1023, 1025, 5000):
+            for n in (1, 3, 64, 1023, 1024, 1025, 5000) if exhaustive() else (1, 1023, 5000):
                 tensors = [tensor[:n] for tensor in longest[:size]]
                 results = []
                 for executor in ("core", "reference"):
