@@ -41,10 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     ordering.keep_order(config)
-    if config.getoption("--exhaustive"):
-        sampling.be_exhaustive()
-        if not config.getoption("--hypothesis-profile"):
-            settings.load_profile("exhaustive")
+    sampling.be_exhaustive(config.getoption("--exhaustive"))
+    if config.getoption("--exhaustive") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("exhaustive")
 
 
 def pytest_unconfigure() -> None:

@@ -25,9 +25,11 @@ LEAST: Final = 20  # examples of a property
 _VARIABLE: Final = "ASYNCCOMM_TESTS_EXHAUSTIVE"  # which ranks inherit
 
 
-def be_exhaustive() -> None:
-    """From now on, tests try everything. Before they are collected."""
-    os.environ[_VARIABLE] = "1"
+def be_exhaustive(everything: bool) -> None:
+    """From now on, tests try everything, or samples. Before they are collected."""
+    os.environ.pop(_VARIABLE, None)
+    if everything:
+        os.environ[_VARIABLE] = "1"
 
 
 def exhaustive() -> bool:

@@ -48,6 +48,12 @@ def test_a_new_process_leads_its_session_when_the_call_returns() -> None:
         assert process.returncode == -signal.SIGKILL
 
 
+def test_a_new_process_has_its_group() -> None:
+    code = "import os; print(os.getpgid(0) - os.getpid(), os.getsid(0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, process_group=0)
+    assert done.stdout.split() == ["0", str(os.getsid(0))]
+
+
 def python(code: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "import sys; assert 'torch' in sys.modules\n" + code]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]

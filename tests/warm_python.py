@@ -99,6 +99,7 @@ class _Order(NamedTuple):
     directory: str
     descriptors: Sequence[int]  #: their numbers in the new process
     session: bool  #: a session of its own
+    group: int  #: the process group; 0: one of its own; -1: that of the parent
     finalize: bool  #: at the end, as an interpreter does
     worker: bool  #: of xdist, in the run of pytest that orders
     ignored: Sequence[int]  #: of SIGHUP, as under nohup, and SIGINT, as in a shell's background, those that are ignored
@@ -165,6 +166,7 @@ def _order(call: Mapping[str, Any]) -> _Order | None:
         or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"))
         or not call["close_fds"]
         or call["umask"] != -1
+        or any(call.get(name) is not None for name in ("gid", "gids", "uid"))
         or any(environment.get(name) != os.environ.get(name) for name in AT_START)
         or not os.path.isdir(directory)
     ):
@@ -177,9 +179,9 @@ def _order(call: Mapping[str, Any]) -> _Order | None:
         values = tuple(cell.cell_contents for cell in function.__closure__ or ())
         prepare = function.__module__, marshal.dumps(function.__code__), values
     numbers = (0, 1, 2, *call["pass_fds"])
-    session = bool(call["start_new_session"])
+    session, group = bool(call["start_new_session"]), call.get("process_group", -1)
     ignored = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is signal.SIG_IGN]
-    return _Order(arguments, environment, directory, numbers, session, _finalize, _workers, ignored, prepare)
+    return _Order(arguments, environment, directory, numbers, session, group, _finalize, _workers, ignored, prepare)
 
 
 def _start(order: _Order, descriptors: Sequence[int]) -> int:
@@ -284,6 +286,8 @@ def _prepare(order: _Order) -> None:
     """The part that subprocess does before its Popen returns: a caller may at once signal the child's group."""
     if order.session:
         os.setsid()
+    if order.group >= 0:
+        os.setpgid(0, order.group)
     signal.signal(signal.SIGHUP, signal.SIG_IGN if signal.SIGHUP in order.ignored else signal.SIG_DFL)
     if order.prepare is not None:
         module, code, values = order.prepare
@@ -303,7 +307,8 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(order.environment)
     kind, *rest = order.arguments
-    _libc.prctl(PR_SET_NAME, (rest[0] if kind == "-m" else kind).rpartition(".")[2].encode(), 0, 0, 0)
+    name = rest[0].rpartition(".")[2] if kind == "-m" else Path(kind).stem
+    _libc.prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
     subprocess.Popen, util.spawnv_passfds = _real_popen, _real_spawnv_passfds  # type: ignore
     if order.worker:
         _server = _forked_server()

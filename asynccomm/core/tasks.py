@@ -26,6 +26,21 @@ async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
     return await asyncio.shield(detach(asyncio.ensure_future(coroutine)))
 
 
+async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await ``coroutine``. A cancellation does not reach it, and is raised once it has ended."""
+    task = asyncio.ensure_future(coroutine)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    result = task.result()
+    if cancelled is not None:
+        raise cancelled
+    return result
+
+
 async def shielded_acquire(coroutine: Coroutine[Any, Any, T], give_back: Callable[[T], object]) -> T:
     """Like ``shielded``, for a coroutine that returns a resource: cancelling passes the result to ``give_back``."""
     task = detach(asyncio.ensure_future(coroutine))

@@ -186,7 +186,11 @@ class Conversation:
             self.comm.abort(f"{self.label} did not answer when the exchange of weights was to end")
         except AsyncCommError:
             pass
-        await self._end()
+        except asyncio.CancelledError:
+            self.comm.abort("the end of the exchange of weights was cancelled")
+            raise
+        finally:
+            await self._end()
 
     async def abort(self, reason: str) -> None:
         """End the conversation at once: the other side gets an AbortedError."""
@@ -194,8 +198,10 @@ class Conversation:
         await self._end()
 
     async def _end(self) -> None:
-        await asyncio.wait([self._reading])  # it ends with the comm, at the latest
-        await self.comm.aclose()
+        try:
+            await asyncio.wait([self._reading])  # it ends with the comm, at the latest
+        finally:
+            await self.comm.aclose()
 
 
 def _observe(work: Work[Any]) -> None:

@@ -30,12 +30,12 @@ from asynccomm.control.transport.schema import Message, dumps, loads
 from asynccomm.errors import AsyncCommError, BrokenError, StoreTimeoutError
 from asynccomm.options import CommOptions, check_name
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
-from asynccomm.store.base import Store
+from asynccomm.store.base import Store, answered
 
 __all__ = ["Meeting", "PublisherSettings"]
 
 LOOK_SECONDS: Final = 2.0  # between looks for publishers and servers that took a number, and have not written their key
-CLOSE_SECONDS: Final = 2.0  # for the store to answer a publisher that closes
+CLOSE_SECONDS: Final = 2.0  # for the store to answer when a publisher closes, or its mark is looked at
 
 
 @final
@@ -119,7 +119,7 @@ class Meeting:
         """
         deadline = time.monotonic() + self.timeout
         while True:
-            number = max(least, await self._room.add("publishers", 0))
+            number = max(least, await answered(self._room.add("publishers", 0), deadline, "store"))
             left = max(0.0, deadline - time.monotonic())
             try:  # a publisher may be lost before it opens, and another one take its place
                 text = await self._room.get(f"{number}/open", min(left, LOOK_SECONDS))
@@ -141,17 +141,19 @@ class Meeting:
                 return
 
     async def closed(self) -> bool:
-        """Whether this publisher has closed."""
-        settings: PublisherSettings = loads(
-            PublisherSettings, await self._room.get(f"{self.publisher}/open", self.timeout)
-        )
+        """Whether this publisher has closed, if the store says so soon."""
+        try:
+            text = await self._room.get(f"{self.publisher}/open", CLOSE_SECONDS)
+        except AsyncCommError:
+            return False
+        settings: PublisherSettings = loads(PublisherSettings, text)
         return settings.closed
 
     async def enter(self) -> int:
-        """Ask to join the publisher; returns this server's number."""
-        room = self._room.prefix(str(self.publisher))
-        number = await room.add("servers", 1)
-        await room.set(f"server/{number}", b"")
+        """Ask to join the publisher; returns this server's number. Raises: StoreTimeoutError."""
+        room, deadline = self._room.prefix(str(self.publisher)), time.monotonic() + self.timeout
+        number = await answered(room.add("servers", 1), deadline, "store")
+        await answered(room.set(f"server/{number}", b""), deadline, "store")
         return number
 
     # -- for both -----------------------------------------------------------------------------------------------------

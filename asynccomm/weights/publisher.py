@@ -160,8 +160,8 @@ class Publisher(Handle):
             self._crew = Crew(group, self._reception, dispatch, self._read, self._layout, retain=self._retain)
             stack.push_async_callback(self._end, self._crew)
             if self._crew.first:
-                await meeting.accept()
                 stack.push_async_callback(meeting.close)
+                await meeting.accept()
                 greeting = asyncio.create_task(self._reception.greet(self._crew.order, self._on_news))
                 stack.push_async_callback(_cancel, greeting)
                 if not self._expected:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import final
 
 from asynccomm.control.transport.schema import MessageError
+from asynccomm.core.tasks import to_the_end
 from asynccomm.errors import AsyncCommError, describe_exception
 from asynccomm.store.base import within
 from asynccomm.weights.conversation import (
@@ -178,7 +179,10 @@ class Reception:
             await member.talk.abort(reason)
 
     async def aclose(self) -> None:
-        """End the exchange with all servers."""
+        """End the exchange with all servers, also if the caller is cancelled meanwhile."""
+        await to_the_end(self._end_all())
+
+    async def _end_all(self) -> None:
         welcoming = list(self._tasks)
         for task in welcoming:
             task.cancel()

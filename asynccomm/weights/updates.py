@@ -195,12 +195,17 @@ class Updates(Handle, AsyncIterator[Update]):
         joined = False
         try:
             await asyncio.wait([joining, passed], return_when=asyncio.FIRST_COMPLETED)
-            if not joining.done():
+            over = not joining.done()
+            if over:
+                joining.cancel()
+                await asyncio.wait([joining])
+            if joining.cancelled():
+                passed.result()  # the store may be lost
                 return False
-            if (
-                isinstance(joining.exception(), (BrokenError, RendezvousError, FinishedError))
-                and await meeting.closed()
-            ):
+            error = joining.exception()
+            if isinstance(error, FinishedError):
+                return False
+            if isinstance(error, (BrokenError, RendezvousError)) and (over or await meeting.closed()):
                 return False
             joining.result()
             joined = True
@@ -222,11 +227,14 @@ class Updates(Handle, AsyncIterator[Update]):
             lead.say(LayoutOffer(site.label, layout, site.strict))
             plans = plan(welcome.trainers, layout, site.label, strict=site.strict)
         except BaseException as exc:
-            if isinstance(exc, LayoutError):  # the first trainer finds the same, and ends the exchange
-                with suppress(AsyncCommError, FinishedError, TimeoutError):
-                    async with asyncio.timeout(REFUSAL_SECONDS):
-                        await lead.hear(Begin)
-            await lead.abort(describe_exception(exc))
+            try:
+                if isinstance(exc, LayoutError):  # the first trainer finds the same, and ends the exchange
+                    # also where the publisher closes first, which ends the wait by cancelling
+                    with suppress(AsyncCommError, FinishedError, TimeoutError, asyncio.CancelledError):
+                        async with asyncio.timeout(REFUSAL_SECONDS):
+                            await lead.hear(Begin)
+            finally:
+                await lead.abort(describe_exception(exc))
             raise
         self._links.append(TrainerLink(meeting, 0, lead, plans[0], welcome.bucket_bytes))
 

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from asynccomm.core.tasks import detach, shielded, shielded_acquire
+from asynccomm.core.tasks import detach, shielded, shielded_acquire, to_the_end
 
 
 async def started(call: asyncio.Future[object]) -> None:
@@ -94,3 +94,21 @@ async def test_what_was_obtained_in_time_stays() -> None:
     back: list[str] = []
     assert await shielded_acquire(get(), back.append) == "it"
     assert not back
+
+
+async def test_a_cancellation_waits_for_the_end() -> None:
+    go = asyncio.Event()
+
+    async def work() -> int:
+        await go.wait()
+        return 3
+
+    call = asyncio.ensure_future(to_the_end(work()))
+    await started(call)
+    for _ in range(2):
+        call.cancel()
+        await started(call)
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await to_the_end(work()) == 3

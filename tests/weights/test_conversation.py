@@ -79,6 +79,19 @@ async def test_an_abort_reaches_the_other_side() -> None:
         assert isinstance(server.ended, AbortedError)
 
 
+async def test_an_end_that_is_cancelled_still_closes_the_comm() -> None:
+    async with pair() as (trainer, server):
+        server._reading.cancel()  # answers nothing
+        ending = asyncio.ensure_future(trainer.aclose())
+        await asyncio.wait([ending], timeout=0.01)
+        assert ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        assert trainer._reading.done()
+        with pytest.raises(AbortedError, match="was cancelled"):
+            await server.comm.barrier()
+
+
 async def test_a_silent_side_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
     async with loopback_world(2) as (first, second):

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from asynccomm import AbortedError, BrokenError, ClosedError, Comm, RendezvousError
+from asynccomm import AbortedError, BrokenError, ClosedError, Comm, MemoryStore, RendezvousError
 from asynccomm.testing import loopback_world
-from asynccomm.weights import LayoutError, Publisher, PushAbandonedError, PushResult, Server, Shard
+from asynccomm.weights import LayoutError, Publisher, PushAbandonedError, PushResult, Server, Shard, reception
+from asynccomm.weights.meeting import Meeting
 from tests.waiting import until
 
 from .scenes import LIMIT, Gate, Served, content, fill, publishers, state
@@ -291,6 +292,49 @@ async def test_a_publisher_that_does_not_open_is_an_error_for_its_servers(failur
         await served.end()
         assert isinstance(served.error, AbortedError)
         assert reason in str(served.error)
+
+
+async def test_a_publisher_that_is_cancelled_as_it_opens_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, opened, accept = MemoryStore(), asyncio.Event(), Meeting.accept
+
+    async def accept_late(meeting: Meeting) -> None:
+        await accept(meeting)
+        opened.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Meeting, "accept", accept_late)
+    async with asyncio.timeout(LIMIT), loopback_world(1) as comms:
+        opening = asyncio.ensure_future(Publisher(comms[0], state(), store=store).__aenter__())
+        await opened.wait()
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+    meeting = await Meeting.open(store, "weights", "loopback", torch.device("cpu"), 10, None)
+    assert await meeting.of(1).closed()
+
+
+async def test_a_publisher_that_is_cancelled_as_it_closes_ends_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, go, result = asyncio.Event(), asyncio.Event(), reception._result
+
+    async def slow_result(task: Any) -> Any:
+        ends.set()
+        await go.wait()
+        return await result(task)
+
+    monkeypatch.setattr(reception, "_result", slow_result)
+    async with asyncio.timeout(LIMIT), loopback_world(1) as comms:
+        publisher = await Publisher(comms[0], state(1), timeout=10).__aenter__()
+        served = Served(comms[0], state())
+        await until(lambda: publisher.servers)
+        closing = asyncio.ensure_future(publisher.__aexit__(None, None, None))
+        await ends.wait()
+        closing.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        await served.end()
+        assert served.error is None
 
 
 async def test_a_trainer_that_fails_ends_the_others_and_the_servers() -> None:

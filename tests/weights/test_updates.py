@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from asynccomm import AbortedError, ClosedError, MemoryStore, RendezvousError
+from asynccomm import AbortedError, ClosedError, MemoryStore, RendezvousError, StoreError, StoreTimeoutError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing import loopback_world
-from asynccomm.weights import Publisher, PushAbandonedError, Server
+from asynccomm.weights import LayoutError, Publisher, PushAbandonedError, Server
 from asynccomm.weights import meeting as meeting_module
+from asynccomm.weights import updates as updates_module
 from asynccomm.weights.conversation import (
     SERVER,
     TRAINER,
+    Begin,
     Connected,
     Conversation,
     FinishedError,
@@ -506,6 +508,88 @@ async def test_a_trainer_that_does_not_answer_is_named(lost: int, words: str) ->
         if welcoming is not None:
             await welcoming
     await meeting.aclose()
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+async def test_a_store_that_does_not_tell_whether_a_publisher_closed_hides_nothing(
+    stalls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(meeting_module, "CLOSE_SECONDS", 0.01)
+    store = MemoryStore()
+    meeting = await Meeting.open(store, "weights", "loopback", torch.device("cpu"), 10, None)
+    await meeting.of(await meeting.register()).accept()
+    get, looks = MemoryStore.get, 0
+
+    async def get_once(store: MemoryStore, key: str, timeout: float | None = None) -> bytes:
+        nonlocal looks
+        looks += key.endswith("1/open")
+        if key.endswith("1/open") and looks > 1:
+            if stalls:
+                await asyncio.sleep(0.02)
+                raise StoreTimeoutError("the store did not answer in time")
+            raise StoreError("the connection was lost")
+        return await get(store, key, timeout)
+
+    monkeypatch.setattr(MemoryStore, "get", get_once)
+    with pytest.raises(RendezvousError, match=r"did not answer within 0\.3 s; it may be lost"):
+        await Server(state(), store=store, timeout=0.3).updates().__aenter__()
+    assert looks > 2
+
+
+async def test_a_lost_store_ends_the_wait_for_a_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    meeting = await Meeting.open(store, "weights", "loopback", torch.device("cpu"), 10, None)
+    await meeting.of(await meeting.register()).accept()
+    find = Meeting.find
+
+    async def find_first(meeting: Meeting, least: int = 1) -> Meeting:
+        if least > 1:
+            raise StoreError("the connection was lost")
+        return await find(meeting, least)
+
+    monkeypatch.setattr(Meeting, "find", find_first)
+    async with asyncio.timeout(LIMIT):
+        with pytest.raises(StoreError, match="the connection was lost"):
+            await Server(state(), store=store).updates().__aenter__()
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "closes"])
+async def test_weights_that_do_not_fit_are_told_also_where_the_wait_for_the_trainer_is_cut_off(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(updates_module, "REFUSAL_SECONDS", LIMIT)
+    store = MemoryStore()
+    meeting = await Meeting.open(store, "weights", "loopback", torch.device("cpu"), 10, None)
+    meeting = meeting.of(await meeting.register())
+    await meeting.accept()
+    layout = collect({"x": torch.zeros(1)}, CommInfo("t", 0, 1, torch.device("cpu"))).layout
+    opening = asyncio.ensure_future(Server({"x": torch.zeros(2)}, store=store).updates().__aenter__())
+    talk = Conversation(await meeting.pair(0, 1, TRAINER), SERVER, "server 1")
+    talk.say(TrainerLayouts([layout], 1000))
+    waits = asyncio.Event()
+    hear = Conversation.hear
+
+    async def hear_begin(talk: Conversation, kind: Any, job: int | None = None) -> Any:
+        if kind is Begin:
+            waits.set()
+        return await hear(talk, kind, job)
+
+    monkeypatch.setattr(Conversation, "hear", hear_begin)
+    async with asyncio.timeout(LIMIT):
+        await waits.wait()
+        if ends == "closes":
+            await meeting.close()
+            with pytest.raises(LayoutError, match="the weights of server"):
+                await opening
+        else:
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+        with pytest.raises(AbortedError, match="LayoutError"):
+            await talk.hear(Connected)
+    await talk.aclose()
 
 
 async def test_a_refusal_of_a_trainer_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
