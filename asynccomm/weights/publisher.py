@@ -241,7 +241,7 @@ class Publisher(Handle):
     ) -> None:
         """Close the publisher: the updates of its servers end. An exception also ends it on the other trainers.
 
-        A forked child closes nothing.
+        Cancelling is safe: the servers are told all the same. A forked child closes nothing.
         """
         if self._process != os.getpid():
             return

@@ -541,14 +541,16 @@ async def test_a_lost_store_ends_the_wait_for_a_publisher(monkeypatch: pytest.Mo
     store = MemoryStore()
     meeting = await Meeting.open(store, "weights", "loopback", torch.device("cpu"), 10, None)
     await meeting.of(await meeting.register()).accept()
-    find = Meeting.find
+    finds = iter([await meeting.find(), StoreError("the connection was lost")])
 
-    async def find_first(meeting: Meeting, least: int = 1) -> Meeting:
-        if least > 1:
-            raise StoreError("the connection was lost")
-        return await find(meeting, least)
+    async def find_once(*_: object) -> Meeting:
+        match next(finds):
+            case Meeting() as found:
+                return found
+            case error:
+                raise error
 
-    monkeypatch.setattr(Meeting, "find", find_first)
+    monkeypatch.setattr(Meeting, "find", find_once)
     async with asyncio.timeout(LIMIT):
         with pytest.raises(StoreError, match="the connection was lost"):
             await Server(state(), store=store).updates().__aenter__()
