@@ -26,9 +26,9 @@ async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
     return await asyncio.shield(detach(asyncio.ensure_future(coroutine)))
 
 
-async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await ``coroutine``. A cancellation does not reach it, and is raised once it has ended."""
-    task = asyncio.ensure_future(coroutine)
+async def to_the_end(awaitable: asyncio.Task[T] | Coroutine[Any, Any, T]) -> T:
+    """Await a task or coroutine. A cancellation does not reach it, and is raised once it has ended."""
+    task = detach(asyncio.ensure_future(awaitable))
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.comm.comm import Comm
-from asynccomm.core.tasks import detach
+from asynccomm.core.tasks import to_the_end
 from asynccomm.core.work import Work
 from asynccomm.weights.buckets import Bucket, direct, largest, pack, unpack
 from asynccomm.weights.layout import Layout
@@ -35,16 +35,7 @@ async def aside(function: Callable[[], object], nbytes: int, device: torch.devic
     if device.type != "cpu" or nbytes <= INLINE:
         function()
         return
-    running = detach(asyncio.ensure_future(asyncio.to_thread(function)))
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-    running.result()
-    if cancelled is not None:
-        raise cancelled
+    await to_the_end(asyncio.to_thread(function))
 
 
 async def send(fan: Comm, buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], layout: Layout) -> None:
@@ -99,7 +90,7 @@ async def receive(fan: Comm, buckets: Sequence[Bucket], tensors: Mapping[str, Te
             await post(number + AHEAD)
     finally:
         for task in unpacking.values():
-            await _finished(task)
+            await to_the_end(task)
 
 
 def _buffers(buckets: Sequence[Bucket], straight: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
@@ -107,16 +98,3 @@ def _buffers(buckets: Sequence[Bucket], straight: Sequence[Tensor | None], devic
     size = largest(buckets, [message is None for message in straight])
     with torch.inference_mode(False):  # threads write it, too
         return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(AHEAD if size else 0)]
-
-
-async def _finished(task: asyncio.Task[None]) -> None:
-    """Wait for the end of ``task``, which no cancellation shortens. Raises: its error."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-    task.result()
-    if cancelled is not None:
-        raise cancelled
