@@ -199,7 +199,7 @@ class Updates(Handle, AsyncIterator[Update]):
             if over:
                 joining.cancel()
                 await asyncio.wait([joining])
-            if joining.cancelled():
+            if over and joining.cancelled():
                 passed.result()  # the store may be lost
                 return False
             error = joining.exception()
@@ -213,7 +213,7 @@ class Updates(Handle, AsyncIterator[Update]):
         finally:
             for task in (joining, passed):
                 task.cancel()
-            await asyncio.wait([joining, passed])
+            await asyncio.gather(joining, passed, return_exceptions=True)  # their errors count as read
             if not joined:
                 await self._close_links()
 

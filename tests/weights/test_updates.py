@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from contextlib import suppress
@@ -572,6 +573,8 @@ async def test_weights_that_do_not_fit_are_told_also_where_the_wait_for_the_trai
     talk.say(TrainerLayouts([layout], 1000))
     waits = asyncio.Event()
     hear = Conversation.hear
+    unread: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
 
     async def hear_begin(talk: Conversation, kind: Any, job: int | None = None) -> Any:
         if kind is Begin:
@@ -592,6 +595,9 @@ async def test_weights_that_do_not_fit_are_told_also_where_the_wait_for_the_trai
         with pytest.raises(AbortedError, match="LayoutError"):
             await talk.hear(Connected)
     await talk.aclose()
+    del opening
+    gc.collect()
+    assert unread == []
 
 
 async def test_a_refusal_of_a_trainer_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
