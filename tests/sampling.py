@@ -37,9 +37,11 @@ def exhaustive() -> bool:
     return _VARIABLE in os.environ
 
 
-def examples(count: int) -> settings:
-    """``count`` examples of a property with ``--exhaustive``, and a share of them without."""
-    return settings(max_examples=count if exhaustive() else max(min(LEAST, count), math.ceil(count * SHARE)))
+def examples(count: int, usual: int | None = None) -> settings:
+    """``count`` examples of a property with ``--exhaustive``, and ``usual`` without; None: a share of them."""
+    if usual is None:
+        usual = max(min(LEAST, count), math.ceil(count * SHARE))
+    return settings(max_examples=amount(count, usual))
 
 
 def amount(all_of_them: int, usual: int) -> int:

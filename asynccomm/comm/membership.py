@@ -32,7 +32,7 @@ from asynccomm.control.membership.messages import (
 from asynccomm.control.runs import ParticipantId, Runs, distinct, expand
 from asynccomm.control.timing import CONNECT_SECONDS
 from asynccomm.control.transport.schema import dumps, loads
-from asynccomm.core.tasks import detach, shielded
+from asynccomm.core.tasks import cancel, detach, shielded
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError, QuorumError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.rendezvous.job import STORE_HOST_KEY
@@ -188,8 +188,7 @@ class _JoinAttempt:
         await asyncio.shield(self._dropping)
 
     async def _drop(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await cancel(self._task)
         if self._session is not None:
             await _drop(self._session)
 
@@ -221,8 +220,7 @@ async def reconfigure(
             raise ClosedError(f"comm {session.group.name!r} was closed while it was regrouped")
         return task.result()
     except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait([task])
+        await cancel(task)
         if not client.has_asked:
             client.withdraw()  # the other ranks must not wait for this one
         if not task.cancelled() and task.exception() is None:

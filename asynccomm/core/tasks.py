@@ -26,6 +26,12 @@ async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
     return await asyncio.shield(detach(asyncio.ensure_future(coroutine)))
 
 
+async def cancel(task: asyncio.Task[Any]) -> None:
+    """Cancel ``task`` and wait for its end, whichever that is."""
+    task.cancel()
+    await asyncio.wait([task])
+
+
 async def to_the_end(awaitable: asyncio.Task[T] | Coroutine[Any, Any, T]) -> T:
     """Await a task or coroutine. A cancellation does not reach it, and is raised once it has ended."""
     task = detach(asyncio.ensure_future(awaitable))

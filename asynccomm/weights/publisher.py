@@ -18,6 +18,7 @@ from asynccomm.comm.new_comm import choice
 from asynccomm.comm.pairs import meeting_place
 from asynccomm.control.transport.schema import dumps, loads
 from asynccomm.core.handles import Handle
+from asynccomm.core.tasks import cancel
 from asynccomm.errors import ClosedError, RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, check_bool, check_name, seconds
@@ -163,7 +164,7 @@ class Publisher(Handle):
                 stack.push_async_callback(meeting.close)
                 await meeting.accept()
                 greeting = asyncio.create_task(self._reception.greet(self._crew.order, self._on_news))
-                stack.push_async_callback(_cancel, greeting)
+                stack.push_async_callback(cancel, greeting)
                 if not self._expected:
                     self._crew.order(Start())
             try:
@@ -267,8 +268,3 @@ def _is_json(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_json, value))
     return value is None or isinstance(value, (str, int, float))
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import final
 
 from asynccomm.control.transport.schema import MessageError
-from asynccomm.core.tasks import to_the_end
+from asynccomm.core.tasks import cancel, to_the_end
 from asynccomm.errors import AsyncCommError, describe_exception
 from asynccomm.store.base import within
 from asynccomm.weights.conversation import (
@@ -202,9 +202,7 @@ async def _result(task: asyncio.Task[ServerLink | None] | None) -> ServerLink | 
     """The member that ``task`` connects, if it has connected by now."""
     if task is None:
         return None
-    if not task.done():
-        task.cancel()
-    await asyncio.wait([task])
+    await cancel(task)
     return None if task.cancelled() or task.exception() is not None else task.result()
 
 

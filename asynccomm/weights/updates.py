@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm, reason_of
 from asynccomm.core.handles import Handle
+from asynccomm.core.tasks import cancel
 from asynccomm.errors import AsyncCommError, BrokenError, ClosedError, RendezvousError, describe_exception
 from asynccomm.store.base import Store, within
 from asynccomm.weights.conversation import (
@@ -184,7 +185,7 @@ class Updates(Handle, AsyncIterator[Update]):
                 found = await meeting.find(found.publisher + 1)
             site.opened = self._number = site.opened + 1
             self._running = asyncio.create_task(self._run(self._links[0].talk))
-            stack.push_async_callback(_stop, self._running)
+            stack.push_async_callback(cancel, self._running)
             self._resources = stack.pop_all()
         return self
 
@@ -197,8 +198,7 @@ class Updates(Handle, AsyncIterator[Update]):
             await asyncio.wait([joining, passed], return_when=asyncio.FIRST_COMPLETED)
             over = not joining.done()
             if over:
-                joining.cancel()
-                await asyncio.wait([joining])
+                await cancel(joining)
             if over and joining.cancelled():
                 passed.result()  # the store may be lost
                 return False
@@ -366,11 +366,6 @@ class Updates(Handle, AsyncIterator[Update]):
 
     def __repr__(self) -> str:
         return f"<Updates of server {self._site.label!r}, version {self._site.version} in effect>"
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 async def _all(tasks: Sequence[asyncio.Future[T]]) -> list[T]:

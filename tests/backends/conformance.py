@@ -1,4 +1,4 @@
-"""The checks of the conformance suite for more than three ranks, and the usual ones for backends other than shm."""
+"""Which checks of the conformance suite run on which backends, and on how many ranks."""
 
 from asynccomm.testing.conformance import CHECKS
 from tests.sampling import exhaustive

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,7 +38,7 @@ from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.conformance.data import COMPLEX, DTYPES, layouts, sample, sentinel
 from asynccomm.testing.local import loopback_world
 from tests.cases import cases
-from tests.sampling import amount, some
+from tests.sampling import examples, some
 
 CPU = torch.device("cpu")
 SHAPES = [(), (3,), (0,), (2, 5), (4, 0), (7, 3)]
@@ -211,7 +211,7 @@ def test_the_same_as_one_by_one(sort: str, size: int) -> None:
         expect_the_same(SORTS[sort], size, 2 + seed, seed)
 
 
-@settings(max_examples=amount(60, 12))
+@examples(60, 12)
 @given(st.sampled_from(sorted(SORTS)), st.integers(1, 3), st.integers(2, 12), st.integers(0, 10**6))
 def test_the_same_as_one_by_one_whatever_is_merged(sort: str, size: int, count: int, seed: int) -> None:
     expect_the_same(SORTS[sort], size, count, seed)

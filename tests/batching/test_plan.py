@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,7 +42,7 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
-from tests.sampling import amount
+from tests.sampling import examples
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -227,7 +227,7 @@ def generated(size: int, program: Sequence[Instruction]) -> list[list[Call]] | N
         return None
 
 
-@settings(max_examples=amount(400, 40))
+@examples(400, 40)
 @given(programs(), limits)
 def test_nothing_that_depends_on_one_another_shares_a_batch(
     program: tuple[int, list[Instruction]], limits: dict[str, int | None]
@@ -249,13 +249,13 @@ SYMMETRIC = [
 ]
 
 
-@settings(max_examples=amount(300, 30))
+@examples(300, 30)
 @given(programs(SYMMETRIC), limits)
 def test_the_same_batches_on_all_ranks(program: tuple[int, list[Instruction]], limits: dict[str, int | None]) -> None:
     expect_one_plan(program, limits)
 
 
-@settings(max_examples=amount(600, 60))
+@examples(600, 60)
 @given(programs(), limits)
 def test_the_same_batches_on_all_ranks_whose_parts_differ(
     program: tuple[int, list[Instruction]], limits: dict[str, int | None]
@@ -490,7 +490,7 @@ def test_messages_neither_end_a_batch_nor_count() -> None:
     assert flat(plan(items(*[message(zeros()) for _ in range(9)]), max_ops=1, max_bytes=1)) == [list(range(9))]
 
 
-@settings(max_examples=amount(200, 20))
+@examples(200, 20)
 @given(programs(), st.data(), limits)
 def test_messages_change_nothing_about_collectives(
     program: tuple[int, list[Instruction]], data: st.DataObject, limits: dict[str, int | None]
@@ -538,7 +538,7 @@ def test_a_message_shares_no_memory_with_others() -> None:
 # -- limits
 
 
-@settings(max_examples=amount(300, 30))
+@examples(300, 30)
 @given(st.lists(st.integers(0, 6), max_size=20), limits)
 def test_limits_are_counted_in_the_order_of_the_program(sizes: list[int], limits: dict[str, int | None]) -> None:
     most_ops, most_bytes = (limits[name] or 10**9 for name in ("max_ops", "max_bytes"))
@@ -597,7 +597,7 @@ def test_exactly_full_is_full() -> None:
 # -- one path for what is apart, and one for the rest
 
 
-@settings(max_examples=amount(300, 30))
+@examples(300, 30)
 @given(programs(), limits)
 def test_both_paths_come_to_the_same(program: tuple[int, list[Instruction]], limits: dict[str, int | None]) -> None:
     for calls in generated(*program) or []:
@@ -611,7 +611,7 @@ def test_both_paths_come_to_the_same(program: tuple[int, list[Instruction]], lim
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)).map(lambda p: (p[0], p[0] + p[1], ())), max_size=3)
 
 
-@settings(max_examples=amount(500, 50))
+@examples(500, 50)
 @given(st.lists(st.tuples(spans, spans), max_size=5))
 def test_disjoint_says_no_to_every_conflict(drawn: list[tuple[Any, Any]]) -> None:
     op = Barrier.of(group()).op

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.backends.base import Submission
@@ -20,7 +20,7 @@ from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.ops import AllReduce, Call, Send
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
-from tests.sampling import amount
+from tests.sampling import examples
 
 GROUP = CommInfo("t", 0, 2, torch.device("cpu"))
 
@@ -156,7 +156,7 @@ def test_counts_anew_once_something_was_taken(held: Any) -> None:
     assert numels(h.sent) == [[1, 3, 4]]
 
 
-@settings(max_examples=amount(200, 20))
+@examples(200, 20)
 @given(st.lists(st.one_of(st.integers(0, 5), st.just("take")), max_size=30), st.integers(1, 5), st.integers(1, 30))
 def test_batches_keep_to_the_limits(steps: list[Any], max_ops: int, max_bytes: int) -> None:
     h = Held(BatchLimiter(max_ops, max_bytes))

@@ -31,6 +31,7 @@ from tests.compat.vllm import test_broadcasters as vllm_broadcasters
 from tests.compat.vllm import test_collectives as vllm_collectives
 from tests.compat.vllm import test_experts as vllm_experts
 from tests.pretended_hosts import pretend
+from tests.sampling import exhaustive
 
 
 async def documented_objects(comm: Comm) -> None:
@@ -80,12 +81,11 @@ COMPILED: Final = [
 ]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.ranks(2, backend="hierarchical")
-async def test_programs_for_two_ranks_on_two_hosts(comm: Comm, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+async def test_programs_for_two_ranks_on_two_hosts(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "ab")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for program in COMPILED if compiled else PAIRS:
+    for program in [*PAIRS, *(COMPILED if exhaustive() else [])]:
         await program(comm)
 
 
@@ -136,15 +136,12 @@ MORE: Final[list[tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.ranks(4, backend="hierarchical")
-async def test_programs_of_torch_distributed_on_two_hosts(
-    comm: Comm, monkeypatch: pytest.MonkeyPatch, more: bool
-) -> None:
+async def test_programs_of_torch_distributed_on_two_hosts(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "abba")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     processes.set((comm, itertools.count()))
     default_backend.set("cpu:hierarchical")
-    for program, *arguments in MORE if more else C10D:
+    for program, *arguments in [*C10D, *(MORE if exhaustive() else [])]:
         await program(*arguments)
         await comm.barrier()  # ranks that have no part in it wait

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from asynccomm.core.tasks import detach, shielded, shielded_acquire, to_the_end
+from asynccomm.core.tasks import cancel, detach, shielded, shielded_acquire, to_the_end
 
 
 async def started(call: asyncio.Future[object]) -> None:
@@ -112,3 +112,23 @@ async def test_a_cancellation_waits_for_the_end() -> None:
     with pytest.raises(asyncio.CancelledError):
         await call
     assert await to_the_end(work()) == 3
+
+
+async def test_a_task_has_ended_once_it_is_cancelled() -> None:
+    ended = False
+
+    async def work() -> None:
+        nonlocal ended
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended = True
+            raise ValueError("which is the task's own")
+
+    task = asyncio.ensure_future(work())
+    await asyncio.sleep(0)
+    await cancel(task)
+    assert ended
+    assert isinstance(task.exception(), ValueError)
+    await cancel(task)  # does nothing

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from asynccomm import Comm, GradientBucket, GradientReducer, PeerLostError, Redu
 from asynccomm.gradients import planning
 from asynccomm.testing import loopback_world
 from tests.interop.world import world
-from tests.sampling import amount
+from tests.sampling import examples
 from tests.waiting import until
 
 from .ranks import gradients_of, on_ranks
@@ -138,7 +138,7 @@ shapes = st.tuples(
 )
 
 
-@settings(max_examples=amount(60, 10))
+@examples(60, 10)
 @given(data=st.data(), shapes=st.lists(shapes, min_size=1, max_size=6), op=st.sampled_from(["AVG", "SUM"]))
 def test_any_model_and_any_use(data: st.DataObject, shapes: list[tuple[list[int], torch.dtype]], op: str) -> None:
     """Each rank uses any parameters in any order, in any number of passes, and zeroes gradients in any way."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,7 +52,7 @@ from asynccomm.testing.conformance.data import (
     strided,
 )
 from tests.cases import cases
-from tests.sampling import amount
+from tests.sampling import examples
 
 REDUCIBLE = frozenset(dtype for dtype in api.DTYPES if dtype.itemsize > 1 or not dtype.is_floating_point)
 OWN = frozenset({"all_to_all", "gather", "scatter"})  # calls that only newer libraries have
@@ -1115,14 +1115,14 @@ def scenes(draw: st.DrawFn) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=amount(1500, 150))
+@examples(1500, 150)
 @given(scenes())
 @example(("all_gather_single", torch.float16, 3, (2,), ("plain",), ReduceOp.SUM, OWN, 0, False))
 @example(("reduce_scatter_single", torch.float16, 3, (2,), ("plain",), ReduceOp.SUM, OWN, 0, False))
-def test_the_same_as_on_another_backend(scene: tuple[Any, ...]) -> None:
+def test_the_same_as_on_another_backend(settings: tuple[Any, ...]) -> None:
     """Bit for bit, and nothing else is written."""
-    size = scene[2]
-    theirs, ours = Scene(*scene), Scene(*scene)
+    size = settings[2]
+    theirs, ours = Scene(*settings), Scene(*settings)
     hub = Hub(size)
     works = [Settled() for _ in range(size)]
     for rank in range(size):

@@ -63,7 +63,7 @@ async def test_conformance_of_every_kind(kind: str) -> None:
 @pytest.mark.ranks(some([5, 4], 1), backend="shm", timeout=240)
 async def test_conformance_on_more_ranks(kind: str) -> None:
     async with executors(kind):
-        # all of them are run on three ranks
+        # all of them run on two or three ranks as well
         only = MANY_RANKS if exhaustive() else [*some(MANY_RANKS, 8), *ON_FIVE_RANKS]
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 

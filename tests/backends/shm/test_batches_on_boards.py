@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from asynccomm import ops
@@ -23,7 +23,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import signature
 from asynccomm.ops.validation import CommInfo
 from tests.cases import cases
-from tests.sampling import amount
+from tests.sampling import examples
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
 from .world import each_executor, executors, interleave, submission  # noqa: F401
@@ -77,7 +77,7 @@ def reduced(group: CommInfo, n: int, dtype: torch.dtype = torch.float32) -> Call
     kinds=BATCHES,
     whole=st.sampled_from([0, 64, 1024]),
 )
-@settings(max_examples=amount(200, 20))  # for each kind of executor
+@examples(200, 20)  # for each kind of executor
 def test_any_batches_give_what_the_same_calls_give_one_by_one(
     seed: int, size: int, kinds: list[list[str]], whole: int
 ) -> None:
@@ -184,7 +184,7 @@ def changed(batches: list[list[Described]], size: int, choose: random.Random) ->
 
 
 @given(seed=st.integers(0, 1 << 30), size=st.sampled_from([2, 3]), kinds=BATCHES)
-@settings(max_examples=amount(300, 30))
+@examples(300, 30)
 def test_batches_that_differ_are_detected(seed: int, size: int, kinds: list[list[str]]) -> None:
     """No rank gets past the end if the operations differ, or boundaries of batches that change what is fused."""
     choose = random.Random(seed)

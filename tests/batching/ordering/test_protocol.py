@@ -13,13 +13,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, MessageWriter, Mismatch, OrderMessageError
 from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 from tests.cases import cases
-from tests.sampling import amount
+from tests.sampling import examples
 
 Item = tuple[str, int]  # tag, and the how-manieth under it
 
@@ -110,7 +110,7 @@ def interleaved(tasks: list[Task], rnd: random.Random) -> Task:
     return order
 
 
-@settings(max_examples=amount(300, 30))
+@examples(300, 30)
 @given(
     programs(),
     st.integers(1, 6),
@@ -494,7 +494,7 @@ def test_a_council_takes_nothing_of_an_announcement_that_it_cannot_read(message:
     assert world.coordinator.message() is None
 
 
-@settings(max_examples=amount(200, 20))
+@examples(200, 20)
 @given(st.data(), st.lists(steps, max_size=40))
 def test_damaged_messages_are_refused_or_understood(data: st.DataObject, schedule: list[int]) -> None:
     world = World(2, capacity=4)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm import AbortedError, CollectiveMismatchError, Comm, Dispatched, PayloadError, Routing, Work, experts
 from asynccomm.experts import local_experts
 from asynccomm.testing import loopback_world
-from tests.sampling import amount
+from tests.sampling import examples
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ CASES = st.builds(
 
 
 @given(CASES)
-@settings(max_examples=amount(200, 20))
+@examples(200, 20)
 def test_dispatch_and_combine_equal_one_process(case: Case) -> None:
     async def main() -> None:
         async with loopback_world(len(case.tokens)) as comms:

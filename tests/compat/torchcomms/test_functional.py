@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from asynccomm import Comm
 from asynccomm.compat import torchcomms
 from asynccomm.compat.torchcomms import ReduceOp, TorchComm, functional
+from tests.sampling import exhaustive
 
 WRONG: Final[list[tuple[Callable[[TorchComm, Tensor], Any], type[Exception], str]]] = [
     (lambda comm, x: functional.all_gather_single(comm, x, "x"), TypeError, "dim must be an integer, got 'x'"),  # type: ignore[arg-type]
@@ -171,28 +172,30 @@ CASES: Final[dict[str, tuple[Here, Everywhere]]] = {
 }
 
 
-#: compiling takes a second for each function, and seconds for the first, so usually one rank alone does it
-everywhere = pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 COMPILED: Final = {"with a factor", "reduce", "reduce_scatter_single", "all_to_all_v_single"}
 
 
-@everywhere
+def compiles(rank: int) -> bool:
+    """Compiling and first derivatives take seconds, so usually one rank alone does it."""
+    return exhaustive() or rank == 1
+
+
 @pytest.mark.ranks(SIZE)
-async def test_gradients_are_those_of_the_whole(comm: Comm, everywhere: bool) -> None:
+async def test_gradients_are_those_of_the_whole(comm: Comm) -> None:
     """As if one process computed the results of all ranks, and the sum of all losses."""
 
     def program() -> None:
         main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "gradients")
         rank, random = main.get_rank(), torch.Generator().manual_seed(0)
-        for name, (here, whole) in CASES.items():
+        for name, (here, everywhere) in CASES.items():
             inputs = [torch.randn(6, 2, generator=random, dtype=torch.float64).requires_grad_() for _ in range(SIZE)]
-            outputs = whole(inputs)
+            outputs = everywhere(inputs)
             weights = [torch.randn(out.shape, generator=random, dtype=torch.float64) for out in outputs]
             loss = torch.stack([(out * weight).sum() for out, weight in zip(outputs, weights, strict=True)]).sum()
             (expected,) = torch.autograd.grad(loss, inputs[rank], materialize_grads=True)
             mine = inputs[rank].detach().clone().requires_grad_()
             functions = [here, here] if name in COMPILED else [here]
-            if name in COMPILED and (everywhere or rank == 1):
+            if name in COMPILED and compiles(rank):
                 functions[1] = torch.compile(here, backend="aot_eager", fullgraph=True)
             for function in functions:
                 found = function(main, mine)
@@ -209,15 +212,14 @@ async def test_gradients_are_those_of_the_whole(comm: Comm, everywhere: bool) ->
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # of torch's own forward mode
-@everywhere
 @pytest.mark.ranks(SIZE)
-async def test_derivatives_in_forward_mode_are_refused_before_anything_is_sent(comm: Comm, everywhere: bool) -> None:
+async def test_derivatives_in_forward_mode_are_refused_before_anything_is_sent(comm: Comm) -> None:
     def program() -> None:
         main = torchcomms.new_comm(comm.backend, torch.device("cpu"), "tangents")
         x, tangent = torch.ones(6, 2), torch.full((6, 2), 3.0)
         text = "(tensor|input|each item of input_list) must not be differentiated in forward mode"
         for name, (here, _) in CASES.items():
-            if not everywhere and main.get_rank() != 1:
+            if not compiles(main.get_rank()):
                 break  # nothing is sent, so no other rank has to call it
             with pytest.raises(NotImplementedError, match=text):
                 torch.func.jvp(partial(here, main), (x,), (tangent,))
