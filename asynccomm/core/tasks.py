@@ -27,7 +27,7 @@ async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:
-    """Cancel ``task`` and wait for its end, whichever that is."""
+    """Cancel ``task`` and wait for its end, which may be a result or an error."""
     task.cancel()
     await asyncio.wait([task])
 

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm, reason_of
 from asynccomm.core.handles import Handle
-from asynccomm.core.tasks import cancel
+from asynccomm.core.tasks import cancel, to_the_end
 from asynccomm.errors import AsyncCommError, BrokenError, ClosedError, RendezvousError, describe_exception
 from asynccomm.store.base import Store, within
 from asynccomm.weights.conversation import (
@@ -227,14 +227,13 @@ class Updates(Handle, AsyncIterator[Update]):
             lead.say(LayoutOffer(site.label, layout, site.strict))
             plans = plan(welcome.trainers, layout, site.label, strict=site.strict)
         except BaseException as exc:
-            try:
-                if isinstance(exc, LayoutError):  # the first trainer finds the same, and ends the exchange
-                    # also where the publisher closes first, which ends the wait by cancelling
-                    with suppress(AsyncCommError, FinishedError, TimeoutError, asyncio.CancelledError):
-                        async with asyncio.timeout(REFUSAL_SECONDS):
-                            await lead.hear(Begin)
-            finally:
-                await lead.abort(describe_exception(exc))
+            # a cancellation, also as the publisher closes, shortens the wait; the error stays the same
+            if isinstance(exc, LayoutError):  # the first trainer finds the same, and ends the exchange
+                with suppress(AsyncCommError, FinishedError, TimeoutError, asyncio.CancelledError):
+                    async with asyncio.timeout(REFUSAL_SECONDS):
+                        await lead.hear(Begin)
+            with suppress(asyncio.CancelledError):
+                await to_the_end(lead.abort(describe_exception(exc)))
             raise
         self._links.append(TrainerLink(meeting, 0, lead, plans[0], welcome.bucket_bytes))
 

@@ -600,6 +600,39 @@ async def test_weights_that_do_not_fit_are_told_also_where_the_wait_for_the_trai
     assert unread == []
 
 
+async def test_weights_that_do_not_fit_are_told_where_the_publisher_closes_as_the_server_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closes, leaves, go, abort = asyncio.Event(), asyncio.Event(), asyncio.Event(), Conversation.abort
+
+    async def abort_late(talk: Conversation, reason: str) -> None:
+        leaves.set()
+        await go.wait()
+        await abort(talk, reason)
+
+    monkeypatch.setattr(Meeting, "passed", lambda _: closes.wait())
+    store = MemoryStore()
+    meeting = await Meeting.open(store, "weights", "loopback", torch.device("cpu"), 10, None)
+    meeting = meeting.of(await meeting.register())
+    await meeting.accept()
+    layout = collect({"x": torch.zeros(1)}, CommInfo("t", 0, 1, torch.device("cpu"))).layout
+    opening = asyncio.ensure_future(Server({"x": torch.zeros(2)}, store=store).updates().__aenter__())
+    talk = Conversation(await meeting.pair(0, 1, TRAINER), SERVER, "server 1")
+    talk.say(TrainerLayouts([layout], 1000))
+    async with asyncio.timeout(LIMIT):
+        await talk.hear(LayoutOffer)
+        monkeypatch.setattr(Conversation, "abort", abort_late)
+        talk.comm.abort("they do not fit")
+        await leaves.wait()
+        closes.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(LayoutError, match="the weights of server"):
+            await opening
+        await abort(talk, "the end")
+
+
 async def test_a_refusal_of_a_trainer_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(*_: object) -> None:
         raise RendezvousError("backend differs")
