@@ -198,9 +198,11 @@ static uint64_t hash_of(const uint64_t *words, int count)
 static int is_worth(FastPath *f, const Key *key)
 {
     if (!key->lists) return 1;
-    uint64_t hash = hash_of(key->words, key->count), *seen = &f->seen[hash % SEEN];
-    if (*seen == hash) return 1;
-    *seen = hash;
+    uint64_t hash = hash_of(key->words, key->count), *seen = f->seen[hash % SEEN];
+    for (int k = 0; k < SEEN_WAYS; k++)
+        if (seen[k] == hash) return 1;
+    memmove(seen + 1, seen, (SEEN_WAYS - 1) * sizeof *seen);
+    seen[0] = hash;
     return 0;
 }
 

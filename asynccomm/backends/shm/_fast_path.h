@@ -14,7 +14,8 @@
 #define SWITCH_NS 1000  /* an offered core that comes back sooner has run no other thread */
 #define ENTRIES 1024    /* a power of two */
 #define CODES 16        /* places of a table */
-#define SEEN 256        /* the same */
+#define SEEN 128        /* the same */
+#define SEEN_WAYS 8     /* hashes in one place: calls in turns do not push out each other */
 #define MOST_POSTED 64  /* messages */
 #define MOST_PASSED 32  /* frames between the user's and the call */
 
@@ -152,7 +153,7 @@ typedef struct {
     PyObject *sites[CODES]; /* the places of calls, by code and instruction */
     long site_instructions[CODES];
     PyObject *codes[CODES], *passed[CODES]; /* of the user, that have called, and between them and the call; by their addresses */
-    uint64_t seen[SEEN]; /* hashes of keys with lists, by themselves */
+    uint64_t seen[SEEN][SEEN_WAYS]; /* hashes of keys with lists, by themselves; the newest first */
     Scopes scopes;
     uint64_t serials;
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */

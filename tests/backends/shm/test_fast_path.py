@@ -294,6 +294,17 @@ async def test_calls_with_sizes_are_fast_once_they_repeat() -> None:
                 comm.all_gather_v(gathered, data[me][: 2 - me], wrong)
 
 
+@pytest.mark.ranks(1)
+async def test_many_calls_with_sizes_in_turns_become_fast() -> None:
+    async with counted() as (comm, paths):
+        for turn in range(3):
+            for numel in range(1, 65):
+                out = torch.zeros(numel)
+                await comm.all_gather_v(out, torch.ones(numel), [numel])
+                assert out.eq(1).all()
+                assert paths.took() == ("fast" if turn else "ordinary"), (turn, numel)
+
+
 @pytest.mark.ranks(3)
 async def test_a_small_part_in_a_large_exchange_does_not_hold_up_the_loop() -> None:
     async with counted() as (comm, _):
