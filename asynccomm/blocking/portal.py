@@ -96,17 +96,19 @@ class _Call(Generic[T]):
         self._function = function
         self._ended = threading.Lock()
         self._ended.acquire()
+        self._over = False  # stays set: a signal may interrupt the thread as it has just taken the lock
         self._task: asyncio.Task[None] | None = None
         self._outcome: list[T] = []
         self._error: BaseException | None = None
 
     def result(self) -> T:
-        self._loop.call_soon_threadsafe(self._start)
         try:
+            self._loop.call_soon_threadsafe(self._start)
             self._wait()
         except BaseException:
             self._loop.call_soon_threadsafe(self._cancel)
             self._wait()
+            self._outcome.clear()  # a comm that is not returned is to end, and the traceback has this frame
             raise
         try:
             if self._error is not None:
@@ -116,15 +118,18 @@ class _Call(Generic[T]):
             self._error = None  # the error's traceback has this frame
 
     def _wait(self) -> None:
-        while not self._ended.acquire(timeout=SIGNAL_SECONDS):
-            pass
+        while not self._over:
+            self._ended.acquire(timeout=SIGNAL_SECONDS)
 
     def _start(self) -> None:
         self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._end)  # a task that is cancelled before its first step has run nothing
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        else:
+            self._end()  # the thread was interrupted before it could have the call started
 
     async def _run(self) -> None:
         try:
@@ -132,7 +137,15 @@ class _Call(Generic[T]):
         except BaseException as exc:
             self._error = exc  # raised in the calling thread: SystemExit is to end the program, not the loop
         finally:
-            self._ended.release()
+            self._end()
+
+    def _end(self, _: object = None) -> None:
+        if self._over:
+            return
+        if not self._outcome and self._error is None:
+            self._error = asyncio.CancelledError()
+        self._over = True
+        self._ended.release()
 
 
 @final

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends.base import BackendWindow, FastWindow
+from asynccomm.core.callsite import CallSite
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, ClosedError
@@ -77,7 +78,7 @@ class Window(Handle):
         backend: BackendWindow,
         fast: FastWindow | None,
         like: tuple[torch.Size, torch.dtype] | None,
-        barrier: Callable[[], Work[Any]],
+        barrier: Callable[[CallSite | None], Work[Any]],
     ) -> None:
         """Not for users: see ``comm.window``."""
         self._comm = comm
@@ -303,7 +304,7 @@ class Window(Handle):
             if fence is not None:
                 with contextlib.suppress(AsyncCommError):  # the comm has broken, and later calls raise its error
                     await fence
-                    await self._barrier()
+                    await self._barrier(fence.site)  # this task's stack has no call
         finally:
             self._backend.close()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from asynccomm import ClosedError, NotSentError, WouldBlockError, blocking, new_comm
-from asynccomm.blocking.portal import Portal, awaited, made, run_on, settled
+from asynccomm.blocking.portal import Portal, _Call, awaited, made, run_on, settled
 from tests.waiting import lets_others_run, until
 
 
@@ -53,6 +53,62 @@ def test_an_interrupted_call_is_cancelled(portal: Portal) -> None:
     with pytest.raises(KeyboardInterrupt):
         portal.call(forever)
     assert ended == [True]
+
+
+class _Interrupted:
+    """A lock: Ctrl-C interrupts the thread right after it has taken it."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self.release = lock.release
+
+    def acquire(self, timeout: float) -> bool:
+        if self._lock.acquire(timeout=timeout):
+            raise KeyboardInterrupt
+        return False
+
+
+def test_a_call_that_is_interrupted_as_it_ends_does_not_wait_again(portal: Portal) -> None:
+    call = _Call(portal.loop, thread_of_loop)
+    call._ended = _Interrupted(call._ended)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        call.result()
+
+
+def test_a_call_is_interrupted_before_its_first_step(portal: Portal) -> None:
+    called: list[object] = []
+
+    async def never() -> None:
+        called.append("the function")
+
+    class Loop:
+        """The loop, whose thread is busy until the calling thread has been interrupted."""
+
+        create_task = staticmethod(portal.loop.create_task)
+
+        def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
+            called.append(callback)
+            if len(called) == 1:
+                raise KeyboardInterrupt
+            portal.loop.call_soon_threadsafe(lambda: [each() for each in called.copy()])
+
+    call = _Call(Loop(), never)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        call.result()
+    assert called == [call._start, call._cancel]
+
+
+def test_a_call_is_interrupted_before_it_is_begun(portal: Portal) -> None:
+    class Loop:
+        @staticmethod
+        def call_soon_threadsafe(callback: Callable[[], object]) -> None:
+            if callback == call._start:
+                raise KeyboardInterrupt
+            portal.loop.call_soon_threadsafe(callback)
+
+    call = _Call(Loop(), thread_of_loop)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        call.result()
 
 
 async def test_a_thread_with_a_loop_does_not_block(portal: Portal) -> None:

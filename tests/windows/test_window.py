@@ -17,8 +17,10 @@ from asynccomm import (
     AbortedError,
     BrokenError,
     ClosedError,
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     SignalCmpOp,
+    Window,
     new_comm,
 )
 from asynccomm.testing import check_backend, loopback_world
@@ -128,6 +130,22 @@ async def test_an_overdue_wait_breaks_the_comm_and_names_the_signal(backend: str
                     window.signal(1)
                 raise comm._session.error  # type: ignore[misc]
             await window.wait_signal()
+
+
+@pytest.mark.ranks(2)
+@BACKENDS
+async def test_a_mismatch_names_the_place_where_the_window_was_closed(backend: str) -> None:
+    async def closes(window: Window) -> None:
+        await window.aclose()
+
+    async with new_comm(backend, name="differs", timeout=20) as comm:
+        window = await comm.window(8)
+        with pytest.raises(CollectiveMismatchError, match=r"end of window 0'\) at \S+test_window\.py:\d+ in closes"):
+            if comm.rank == 1:
+                await closes(window)
+                await comm.barrier()
+            else:
+                await comm.all_reduce(torch.ones(1))
 
 
 @pytest.mark.ranks(2)

@@ -74,8 +74,9 @@ class Windows(CommBase):
         made = self._make(number, given, timeout)
         info, backend = await shielded_acquire(made, lambda made: made[1].abort())
         shape = None if like is None else (like.shape, like.dtype)
-        barrier = partial(self._call, None, None, f"end of window {number}", _BARRIER)  # no other barrier fits it
-        return Window(self._submitter, info, backend, backend.fast_path(self._fast), shape, barrier)
+        barrier = _BARRIER(self._group).labelled(f"end of window {number}")  # no other barrier fits it
+        closing = partial(self._submitter.submit, barrier, None, None)
+        return Window(self._submitter, info, backend, backend.fast_path(self._fast), shape, closing)
 
     def _check_windows(self) -> None:
         """Raise NotImplementedError if the backend has no windows: all ranks do."""
