@@ -113,7 +113,7 @@ class _Call(Generic[T]):
         try:
             if self._error is not None:
                 raise self._error
-            return self._outcome[0]
+            return self._outcome.pop()  # the loop may keep this call for a moment longer
         finally:
             self._error = None  # the error's traceback has this frame
 
