@@ -68,12 +68,13 @@ def dispatch(
     numbers = [i for i, each in enumerate(inputs) if _differentiable(each) and (i == 0 or each.requires_grad)]
     way = GradientWay(comm, timeout, tag)
 
-    def link(received: list[Tensor], path: Path) -> list[Tensor]:
-        if numbers:
-            linked = way.end([received[i] for i in numbers], begin, path.back)
-            for i, tensor in zip(numbers, linked, strict=True):
-                received[i] = tensor
-        return received
+    def link(received: list[Tensor], path: Path) -> tuple[list[Tensor], Tensor | None]:
+        if not numbers:
+            return received, None
+        linked, anchor = way.end([received[i] for i in numbers], begin, path.back)
+        for i, tensor in zip(numbers, linked, strict=True):
+            received[i] = tensor
+        return received, anchor
 
     note = f", gradients of {numbers}"
     call = experts.dispatch(comm._group, hidden, routing, extras, sizes, link, note)
@@ -103,13 +104,13 @@ def combine(
     partial = sent.partial_sums(rows)
     way = GradientWay(comm, timeout, tag)
     # through the anchor, backward reaches the node of the dispatch even on a rank without rows
-    begin = way.begin(sent.hidden if sent.hidden.requires_grad else _anchor(rows), [partial])
+    begin = way.begin(_anchor(rows) if sent.anchor is None else sent.anchor, [partial])
     call = sent.path.back(partial)
     add_up = call.finish
 
     def finish(received: Tensor) -> Tensor:
         result = received if add_up is None else add_up(received)
-        (linked,) = way.end([result], begin, sent.path.forth)
+        (linked,), _ = way.end([result], begin, sent.path.forth)
         return linked
 
     return way.send(call._replace(finish=_with_gradients(finish)))
@@ -150,13 +151,19 @@ class GradientWay:
         """Put the node of ``inputs`` into the graph; a tensor that leads from the node of the results to it."""
         return cast(Tensor, cast(Any, _Inputs).apply(self, anchor, *inputs))
 
-    def end(self, results: list[Tensor], begin: Tensor, opposite: Callable[[Tensor], Call]) -> Sequence[Tensor]:
-        """``results`` in the graph: their gradients travel by ``opposite`` and become those of the inputs."""
+    def end(
+        self, results: list[Tensor], begin: Tensor, opposite: Callable[[Tensor], Call]
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """``results`` in the graph, and an anchor that leads to their node.
+
+        The gradients of the results travel by ``opposite`` and become those of the inputs.
+        """
         work = None if self._work is None else self._work()
         if work is not None:
             self._number = work.seq
         self._opposite = opposite
-        return cast(Sequence[Tensor], cast(Any, _Results).apply(self, begin, results))
+        *linked, anchor = cast(Any, _Results).apply(self, begin, results)
+        return linked, anchor
 
     def returned(self) -> list[Tensor]:
         """The gradients of the inputs. Sends those of the results, and waits for the other ranks."""
@@ -196,12 +203,12 @@ class _Results(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, way: GradientWay, begin: Tensor, results: list[Tensor]) -> tuple[Tensor, ...]:
         ctx.way = way
-        return tuple(results)
+        return *results, torch.zeros(0, device=begin.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.way.gradients = gradients
+        ctx.way.gradients = gradients[:-1]
         return None, torch.zeros(0, device=gradients[0].device), None
 
 

@@ -33,8 +33,8 @@ class Path(Protocol):
         """From a row for each received token to the sum of the ranks' rows for each token of this rank."""
 
 
-#: given the tensors that a dispatch has received and their path, returns the tensors to go on with
-Link = Callable[[list[Tensor], Path], list[Tensor]]
+#: given the tensors that a dispatch has received and their path, returns the tensors to go on with, and the anchor
+Link = Callable[[list[Tensor], Path], tuple[list[Tensor], Tensor | None]]
 
 
 @final
@@ -94,6 +94,7 @@ class Dispatched:
     path: Path  #: for the library
     arrangement: Arrangement | None  #: for the library
     group: CommInfo  #: for the library
+    anchor: Tensor | None  #: an empty tensor that leads backward to the dispatch, if it has gradients; for the library
 
     def partial_sums(self, rows: Tensor) -> Tensor:
         """For each received token, the weighted sum of its ``rows`` on this rank. For the library."""
@@ -206,8 +207,9 @@ def _to_all(
 
 def _as_received(group: CommInfo, link: Link | None, received: Sequence[Tensor], counts: list[int]) -> Dispatched:
     path = ToAll(group, counts)
-    hidden, *extras = received if link is None else link(list(received), path)
-    return Dispatched(hidden, extras, None, (), [], counts, path, None, group)
+    data, anchor = (received, None) if link is None else link(list(received), path)
+    hidden, *extras = data
+    return Dispatched(hidden, extras, None, (), [], counts, path, None, group, anchor)
 
 
 def _by_expert(
@@ -222,12 +224,11 @@ def _by_expert(
     path = ToExperts(group, route, counts, tokens)
     arranged = Arrangement.of(route.placement, received[extras + 1])
     data = [*received[: extras + 1], *received[extras + 2 :]]
-    if link is not None:
-        data = link(data, path)
+    data, anchor = (data, None) if link is None else link(data, path)
     rows = [tensor.index_select(0, arranged.rows) for tensor in data[: extras + 1]]
     weights = data[extras + 1][arranged.rows, arranged.slots] if len(data) > extras + 1 else None
     experts = route.placement.experts
-    return Dispatched(rows[0], rows[1:], weights, experts, arranged.counts, counts, path, arranged, group)
+    return Dispatched(rows[0], rows[1:], weights, experts, arranged.counts, counts, path, arranged, group, anchor)
 
 
 def _select(room: Tensor, index: Tensor, tensor: Tensor) -> None:

@@ -135,6 +135,33 @@ async def test_ranks_without_rows_take_part_in_backward() -> None:
         await asyncio.gather(*(program(comm) for comm in comms))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.float32])
+@pytest.mark.parametrize("routed", [True, False])
+async def test_ranks_with_rows_of_no_input_send_the_gradients_of_a_dispatch(dtype: torch.dtype, routed: bool) -> None:
+    """Rank 0 computes; rank 1 has no rows, or rows that depend on nothing, and its program drops the extras."""
+
+    async def program(comm: Comm, learned: str) -> None:
+        hidden = torch.ones(3, 1).to(dtype)
+        scales, weights = (torch.full((3, 1), 2.0, requires_grad=name in learned) for name in ("scales", "weights"))
+        routing = Routing(torch.zeros(3, 1, dtype=torch.long), 2, weights) if routed else None
+        sent = await experts.dispatch(comm, hidden, routing, [scales] if routed else [scales, weights])
+        if comm.rank == 0:
+            rows = sent.hidden.float() * sent.extras[0] * (1 if routed else sent.extras[1])
+        else:
+            rows = torch.zeros(len(sent.hidden), 1)
+            sent.extras.clear()
+        result = await experts.combine(comm, rows, sent)
+        await asyncio.to_thread(result.sum().backward)
+        await comm.barrier()  # all ranks have called the same collectives
+        for name, tensor in (("scales", scales), ("weights", weights)):
+            assert (tensor.grad is not None) == (name in learned)
+            assert tensor.grad is None or tensor.grad.tolist() == [[2]] * 3
+
+    async with loopback_world(2) as comms:
+        for learned in ("scales", "weights", "scales and weights"):
+            await asyncio.gather(*(program(comm, learned) for comm in comms))
+
+
 @pytest.mark.parametrize("sizes", [[1, 1], None])
 async def test_gradients_travel_by_the_order_of_the_calls_not_of_the_awaits(sizes: list[int] | None) -> None:
     async def program(comm: Comm) -> None:
