@@ -276,7 +276,10 @@ class GradientReducer(Handle):
             if step.finishing:
                 raise RuntimeError("finish() of this GradientReducer waits in another task already")
             if step.running and step.error is None:
-                raise RuntimeError("finish() before the end of backward(): it runs in another thread, or has raised")
+                raise RuntimeError(
+                    "finish() before the end of backward(): it runs in another thread, or has raised; if it has "
+                    "raised on all ranks, all of them call rebind()"
+                )
             try:
                 if step.error is not None:
                     raise step.error

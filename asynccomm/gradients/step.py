@@ -65,6 +65,7 @@ class GradientStep:
                     f"parameter {bucket.names[slot]!r} got another gradient while gradients of the last backward are "
                     f"on their way to the other ranks: call finish() after backward, and use `with "
                     f"reducer.no_sync():` for all backward passes of a step but the last"
+                    + ("; if that backward has raised on all ranks, all of them call rebind()" if self.running else "")
                 )
             if not sync:
                 bucket.watch()
