@@ -118,6 +118,22 @@ async def test_ddp_with_hooks_on_the_gradients(hook: str, bucket: float) -> None
 
 
 @pytest.mark.ranks(2)
+async def test_ddp_with_builtin_hooks() -> None:
+    def train() -> Trained:
+        model = DistributedDataParallel(nn.Linear(8, 4))
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        model(data(0)).square().sum().backward()
+        return [each.grad for each in model.parameters() if each.grad is not None]
+
+    both(train)
+    with world(label="fp16"):  # as the README says
+        model = DistributedDataParallel(nn.Linear(8, 4))
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        with pytest.raises(RuntimeError, match="allreduce should return TensorList"):
+            model(data(0)).sum().backward()
+
+
+@pytest.mark.ranks(2)
 async def test_ddp_with_sparse_gradients() -> None:
     def train() -> Trained:
         with torch.sparse.check_sparse_tensor_invariants(False):
