@@ -17,6 +17,7 @@ from torch import distributed as dist
 from asynccomm.backends.base import Backend
 from asynccomm.comm.methods.windows import SIGNALS
 from asynccomm.comm.new_comm import new_comm as new_awaitable
+from asynccomm.comm.pairs import meet
 from asynccomm.comm.pending import PendingComm
 from asynccomm.compat import operators
 from asynccomm.compat.either import EitherComm, at_once
@@ -29,7 +30,10 @@ from asynccomm.compat.torchcomms.window import TorchCommWindow
 from asynccomm.compat.torchcomms.work import TorchWork
 from asynccomm.errors import BrokenError
 from asynccomm.ops.windows import check_nbytes
-from asynccomm.options import check_bool, check_strings
+from asynccomm.options import DEFAULT_TIMEOUT, check_bool, check_name, check_strings, seconds
+from asynccomm.options import CommOptions as OwnOptions
+from asynccomm.rendezvous.launchers import process_number
+from asynccomm.rendezvous.spec import resolve_spec
 from asynccomm.store.base import Store
 
 
@@ -76,14 +80,7 @@ def new_comm(
     )
 
 
-def connecting(
-    name: str,
-    backend: str,
-    device: torch.device,
-    options: CommOptions,
-    rank: int | None = None,
-    size: int | None = None,
-) -> PendingComm[Any]:
+def connecting(name: str, backend: str, device: torch.device, options: CommOptions) -> PendingComm[Any]:
     """A comm in the making, by torchcomms' options."""
     return new_awaitable(
         backend,
@@ -94,8 +91,6 @@ def connecting(
         hints=options.hints,
         abort_process_on_timeout_or_error=options.abort_process_on_timeout_or_error,
         high_priority_stream=options.high_priority_stream,
-        rank=rank,
-        size=size,
     )
 
 
@@ -323,7 +318,9 @@ class TorchComm(TorchCollectiveMethods):
     ) -> Any:
         """Connect to the processes of ``init_handles``, in place of the ranks so far; all of them call it.
 
-        The processes meet at the comm's store, or that of the launcher, which must be alive.
+        The processes meet at the comm's store, or that of the launcher, which must be alive. Where the launcher has no
+        store of its own, the process with RANK 0 hosts the store: this process takes part in the first step, and later
+        steps can leave it out as long as its comm is open.
 
         Args:
             uuid: of this step, the same on all ranks, and another for each step.
@@ -349,14 +346,7 @@ class TorchComm(TorchCollectiveMethods):
             check_strings(hints)
             options.hints = dict(hints)
         with refusing({"name": "uuid"}):  # a wrong value is refused before the ranks so far are left
-            pending = connecting(
-                f"{self._name}/{uuid}",
-                self._backend,
-                self._device,
-                options,
-                handles.index(self._handle),
-                len(handles),
-            )
+            pending = self._meeting(f"{self._name}/{uuid}", handles.index(self._handle), len(handles), options)
         if asyncio._get_running_loop() is not None:
             return self._reconfigured(pending)
         if (old := self._leave()) is not None:
@@ -365,6 +355,18 @@ class TorchComm(TorchCollectiveMethods):
             work = TorchWork(EitherComm.make(lambda: pending, self._enter).comm.barrier())
         work.wait()
         return work
+
+    def _meeting(self, name: str, rank: int, size: int, options: CommOptions) -> PendingComm[Any]:
+        check_name(name)
+        ours = OwnOptions(
+            timeout=seconds("timeout", options.timeout, DEFAULT_TIMEOUT),
+            abort_process_on_timeout_or_error=options.abort_process_on_timeout_or_error,
+            high_priority_stream=options.high_priority_stream,
+        )
+        # the launcher's rank 0 hosts a store, not the new one: the old host may keep the port, or be another machine
+        number = process_number(rank)
+        place = resolve_spec(options.store, number, max(size, number + 1))
+        return meet(place, name, rank, size, self._backend, self._device, ours, options.hints)
 
     async def _reconfigured(self, pending: PendingComm[Any]) -> TorchWork:
         if (old := self._leave()) is not None:

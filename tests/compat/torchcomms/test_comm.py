@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm import Comm, MemoryStore, WouldBlockError
+from asynccomm import Comm, MemoryStore, WouldBlockError, new_comm
 from asynccomm.backends import registry
 from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.compat import torchcomms
@@ -159,6 +160,27 @@ async def test_reconfiguring_in_a_coroutine(comm: Comm) -> None:
         with pytest.raises(error, match=text):
             main.reconfigure(*arguments)
     await main.barrier(True)  # the ranks are still there
+    await main.finalize()
+
+
+@pytest.mark.ranks(3)
+async def test_reconfiguring_at_the_store_of_one_process(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's rank 0 hosts the store: a new rank 0 could not listen at a port that another comm keeps in use."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = await comm.broadcast_object(unused.getsockname()[1], 0)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    main = await torchcomms.new_comm(comm.backend, CPU, "elastic", timeout=LIMIT, enable_reconfigure=True)
+    handles = await comm.all_gather_object(main.get_init_handle(), expect=str)
+    async with new_comm(comm.backend, name="beside"):
+        for step, members in enumerate([handles, handles[::-1], handles[1:] + handles[:1]]):
+            await main.reconfigure(f"step {step}", members)
+            assert main.get_rank() == members.index(main.get_init_handle())
+    if comm.rank > 0:  # rank 0 goes on hosting, as long as its comm is open
+        await main.reconfigure("fewer", handles[:0:-1])
+        assert (main.get_rank(), main.get_size()) == (2 - comm.rank, 2)
+    await comm.barrier()
     await main.finalize()
 
 
