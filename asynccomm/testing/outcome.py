@@ -46,7 +46,8 @@ def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> Non
         parts = [text for rank in order if (text := _describe(rank, reports[rank], world, limited))]
         parts += uneven(reports)
     if skipped:
-        parts.insert(0, f"only {len(skipped)} of {world.size} ranks skipped the test; all have to, or none")
+        calls = dict.fromkeys("called pytest.xfail" if report.xfail else "skipped the test" for report in skipped)
+        parts.insert(0, f"only {len(skipped)} of {world.size} ranks {' or '.join(calls)}; all have to, or none")
     raise _failure_of(reports)("\n\n".join([*parts, note]), pytrace=False)
 
 
@@ -166,7 +167,7 @@ def _describe(rank: int, report: Report, world: RankWorld, limited: bool) -> str
         case TimedOut(stacks):
             limit = f"not done after {world.timeout:g} s (timeout= of @pytest.mark.ranks)"
             return f"{who} was {limit if limited else 'still waiting'} and had to be ended, here:\n{stacks}"
-        case Skipped(reason):
-            return f"{who} skipped: {reason}"
+        case Skipped(reason, xfail):
+            return f"{who} {'called pytest.xfail' if xfail else 'skipped'}: {reason}"
         case _:
             return ""

@@ -34,6 +34,17 @@ def test_all_ranks_decide() -> None:
         raise_outcome([Passed(0.1), Passed(0.1, unretrieved=["a Work"])], WORLD, "note")
 
 
+def test_an_xfail_on_some_ranks_is_told_as_such() -> None:
+    some: Report = Skipped("known", xfail=True)
+    with pytest.raises(pytest.fail.Exception) as failure:
+        raise_outcome([Passed(0.1), some], WORLD, "note")
+    assert failure.value.msg == (
+        "only 1 of 2 ranks called pytest.xfail; all have to, or none\n\nrank 1 of 2 called pytest.xfail: known\n\nnote"
+    )
+    with pytest.raises(pytest.fail.Exception, match=r"only 2 of 3 ranks called pytest.xfail or skipped the test;"):
+        raise_outcome([some, Skipped("other"), Passed(0.1)], RankWorld(3, "auto", "cpu", 60.0, {}), "note")
+
+
 def test_an_exit_on_one_rank_ends_the_run() -> None:
     with pytest.raises(pytest.exit.Exception, match=r"^enough$") as caught:
         raise_outcome([failed(by=1), Exited("enough", 3)], WORLD, "note")
