@@ -14,6 +14,7 @@ import importlib.machinery
 import logging
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ _INSTALLED: Final = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _SIGNALS: Final = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+_LIMITS: Final = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 _TIMERS: Final = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
 
 
@@ -53,12 +55,14 @@ class ProcessState:
         self._handlers = {number: _signal.getsignal(number) for number in _SIGNALS}
         self._gc, self._recursion_limit = gc.isenabled(), sys.getrecursionlimit()
         self._socket_timeout, self._logging_disabled = socket.getdefaulttimeout(), logging.root.manager.disable
+        self._limits = resource_limits()
         self._torch = _torch_state()
 
     def restore(self) -> None:
         """Set everything back. Modules that were imported since then stay."""
         for timer in _TIMERS:  # before the handlers, without which an alarm ends the process
             signal.setitimer(timer, 0)
+        self._restore_limits()
         _set_environ(self._environ)
         time.tzset()
         os.chdir(self._cwd)
@@ -74,6 +78,14 @@ class ProcessState:
         socket.setdefaulttimeout(self._socket_timeout)
         logging.disable(self._logging_disabled)
         _set_torch(self._torch)
+
+    def _restore_limits(self) -> None:
+        now = resource_limits()
+        for number, limits in self._limits.items():
+            if now[number] != limits:
+                # a process that may not raise a lowered hard limit is replaced; the test has no error
+                with contextlib.suppress(ValueError, OSError):
+                    resource.setrlimit(number, limits)
 
 
 @final
@@ -131,6 +143,11 @@ def open_streams() -> list[tuple[int, int] | None]:
         else:
             found.append((there.st_dev, there.st_ino))
     return found
+
+
+def resource_limits() -> dict[int, tuple[int, int]]:
+    """The soft and the hard limit of each resource of this process."""
+    return {number: resource.getrlimit(number) for number in _LIMITS}
 
 
 def left_behind() -> str | None:

@@ -38,7 +38,15 @@ from asynccomm.errors import AbortedError
 from asynccomm.testing import steps
 from asynccomm.testing.calls import CallWatch
 from asynccomm.testing.debugging import RankDebugger
-from asynccomm.testing.isolation import ImportedFiles, ProcessState, enter, left_behind, open_streams, seed_all
+from asynccomm.testing.isolation import (
+    ImportedFiles,
+    ProcessState,
+    enter,
+    left_behind,
+    open_streams,
+    resource_limits,
+    seed_all,
+)
 from asynccomm.testing.measuring import RankCoverage
 from asynccomm.testing.project import ProjectModules
 from asynccomm.testing.protocol import (
@@ -81,6 +89,7 @@ class Worker:
         self._modules = ProjectModules(self._set_up(setup), files)
         self._loaded: set[Path] = set()  # files of tests
         self._streams = open_streams()
+        self._limits = resource_limits()
         self._not_restored = 0  # number of jobs after which the state of the process could not be set back
         self._debugger = RankDebugger(self._send)
         self._own_variables = {name: os.environ[name] for name in OWN_VARIABLES if name in os.environ}
@@ -160,6 +169,8 @@ class Worker:
         reason = "the state before an earlier test could not be set back" if self._not_restored else left_behind()
         if reason is None and open_streams() != self._streams:
             reason = "a test has closed or replaced one of the descriptors 0 to 2"
+        if reason is None and resource_limits() != self._limits:
+            reason = "a test has lowered a hard resource limit, which this process may not raise"
         reason = reason or self._modules.stale(path, job.surroundings.sys_path or sys.path)
         if reason is not None:
             return Stale(reason)

@@ -20,13 +20,14 @@ CONFTEST = """
 """
 
 COMMON = """
-    import gc, logging, os, random, signal, socket, sys, time
+    import gc, logging, os, random, resource, signal, socket, sys, time
     import numpy, torch
     from pathlib import Path
 
     ROOT = Path(__file__).parent
     HOME, THREADS, PATH = os.getcwd(), torch.get_num_threads(), "/made/by/a/test"
     DEPTH, ZONE = sys.getrecursionlimit(), time.tzname
+    FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
     TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
 
     def draws():
@@ -42,6 +43,7 @@ COMMON = """
         assert os.path.sep == "/"
         assert [signal.getitimer(timer) for timer in TIMERS] == [(0, 0)] * 3
         assert gc.isenabled() and sys.getrecursionlimit() == DEPTH and time.tzname == ZONE
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == FILES
         assert socket.getdefaulttimeout() is None and logging.root.manager.disable == 0
 
     def make_mess():
@@ -59,6 +61,7 @@ COMMON = """
             signal.setitimer(timer, 1000)
         gc.disable()
         sys.setrecursionlimit(DEPTH + 1)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[0] - 1, FILES[1]))
         socket.setdefaulttimeout(1000)
         logging.disable(logging.CRITICAL)
         os.environ["TZ"] = "MESS-1"

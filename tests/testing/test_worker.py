@@ -35,7 +35,7 @@ HERE = Surroundings(dict(os.environ), os.getcwd())
 DEADLINE = 60.0  # seconds; it has to import torch
 
 TESTS = """
-    import asyncio, os, signal, sys, time, warnings
+    import asyncio, os, resource, signal, sys, time, warnings
     import pytest
 
     class NoRepr(Exception):
@@ -80,6 +80,17 @@ TESTS = """
 
     async def closes_stdout():
         sys.stdout.close()
+
+    async def lowers_a_hard_limit():
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard - 1))
+        usual = resource.setrlimit
+
+        def refuses(*_):  # as for a process without privileges
+            resource.setrlimit = usual
+            raise ValueError("not allowed to raise maximum limit")
+
+        resource.setrlimit = refuses
 
     async def closes_a_descriptor():
         os.close(2)
@@ -195,6 +206,8 @@ def test_stale_processes_say_so(worker: Process) -> None:
     assert worker.prepare() == Stale(f"{worker.path} has changed since it was imported")
     os.utime(worker.path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert worker.prepare() == "ready"
+    assert isinstance(worker.run("lowers_a_hard_limit"), Passed), "no error of the test"
+    assert worker.prepare() == Stale("a test has lowered a hard resource limit, which this process may not raise")
     assert isinstance(worker.run("closes_a_descriptor"), Passed)
     assert worker.prepare() == Stale("a test has closed or replaced one of the descriptors 0 to 2")
     assert isinstance(worker.run("closes_stdout"), Passed)
