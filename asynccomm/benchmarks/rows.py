@@ -7,11 +7,12 @@ busbw are those of its PERFORMANCE.md; gather and scatter, which that page does 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
+
+from asynccomm.core.files import write_whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -83,9 +84,7 @@ def write_rows(path: Path | str, rows: Sequence[DataclassInstance]) -> None:
 
     Raises: OSError.
     """
-    new = Path(f"{path}.new")
-    new.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    os.replace(new, path)
+    write_whole(path, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())
 
 
 def read_measurements(path: Path) -> list[Measurement]:

@@ -120,6 +120,9 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             parser.error(f"argument {name}: the folder {str(path.parent)!r} does not exist")
         if path is not None and path.is_dir():
             parser.error(f"argument {name}: must be a file, and {str(path)!r} is a folder")
+    # the rows are written again and again: a pipe's reader would be gone
+    if arguments.json is not None and arguments.json.exists() and not arguments.json.is_file():
+        parser.error(f"argument --json: must be a file, and {str(arguments.json)!r} is a device or a pipe")
     if arguments.plot is not None and find_spec("matplotlib") is None:
         parser.error(f"argument --plot: {str(arguments.plot)!r} needs matplotlib: pip install 'asynccomm[plot]'")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asynccomm.core.files import write_whole
 from asynccomm.observe.analysis import Dump, joined, unpacked
 
 PREFIX = "rank_"  # of the files, as comm.flight has it
@@ -36,8 +36,6 @@ def write_dumps(dumps: Mapping[int, Dump], directory: Path) -> list[Path]:
     paths = []
     for number, dump in dumps.items():
         path = directory / f"{PREFIX}{number}"
-        new = path.with_name(f".{path.name}.new")
-        new.write_bytes(pickle.dumps(dump))
-        os.replace(new, path)
+        write_whole(path, pickle.dumps(dump))
         paths.append(path)
     return paths

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, Final
 
 from asynccomm.comm.submission import Submitter
+from asynccomm.core.files import write_whole
 from asynccomm.core.work import UNNUMBERED
 from asynccomm.errors import AbortedError, BrokenError
 from asynccomm.observe.flight import CallRecord, CommRecord, dump_of, sides_of
@@ -99,9 +100,7 @@ def write_dump(comms: Sequence[RecordedComm], directory: Path) -> Path:
     path = directory / f"{PREFIX}{numbers[submitter.group.rank]}"
     with _writing:
         directory.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.new")  # readers find the whole file or none
-        new.write_bytes(pickle.dumps(dump))
-        os.replace(new, path)
+        write_whole(path, pickle.dumps(dump))
     return path
 
 

@@ -8,10 +8,8 @@ call to the exchange on each other rank; Perfetto turns an arrow around if its t
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from asynccomm.control.transport.schema import decode
+from asynccomm.core.files import write_whole
 
 Part = Mapping[str, Any]  # of one comm on one rank, as ``tracing.TraceRecorder.part`` makes it
 Slice = dict[str, Any]
@@ -204,17 +203,10 @@ def _arrows(comm: str, seq: int, by_rank: Mapping[int, Slice], numbers: Iterator
 
 def write_trace(path: Path, parts: Sequence[Part]) -> None:
     """Write the merged trace; the file of a single part can be merged later. Raises: OSError with ``path``."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     trace = merged(parts)
     if len(parts) == 1:
         trace[PART] = parts[0]
-    new = path.with_name(f"{path.name}.new")
-    try:
-        new.write_text(json.dumps(trace))
-        os.replace(new, path)
-    except OSError as exc:
-        raise OSError(exc.errno, exc.strerror, str(path)) from exc
+    write_whole(path, json.dumps(trace).encode())
 
 
 def read_parts(paths: Sequence[Path]) -> list[Part]:

@@ -1,6 +1,7 @@
 """``asynccomm bench``."""
 
 import json
+import os
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,12 +56,14 @@ def test_a_row_for_each_operation_size_and_contender(launcher, tmp_path: Path) -
         ("--plot none/x.png", "argument --plot: the folder 'none' does not exist"),
         ("--json .", "argument --json: must be a file, and '.' is a folder"),
         ("--plot .", "argument --plot: must be a file, and '.' is a folder"),
+        ("--json pipe", "argument --json: must be a file, and 'pipe' is a device or a pipe"),
     ],
 )
 def test_wrong_arguments(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     with pytest.raises(SystemExit) as ended:
         main(["bench", *arguments.split()])
     assert ended.value.code == 2

@@ -214,6 +214,16 @@ def test_a_folder_is_no_place_for_a_trace(tmp_path: Path) -> None:
     assert not list(tmp_path.parent.glob("*.new"))
 
 
+def test_a_trace_goes_where_a_link_leads_and_spares_the_files_beside_it(tmp_path: Path) -> None:
+    target, link, other = tmp_path / "target.json", tmp_path / "out.json", tmp_path / "out.json.new"
+    link.symlink_to(target)
+    other.write_text("of the user")
+    write_trace(link, [])
+    assert link.is_symlink()
+    check_format(json.loads(target.read_text()))
+    assert other.read_text() == "of the user"
+
+
 def test_an_error_of_writing_names_the_path_that_was_given(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "out.json"
     with pytest.raises(FileNotFoundError) as caught:
