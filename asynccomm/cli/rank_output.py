@@ -29,8 +29,12 @@ class Terminal:
         self.err: OutputSink = self.out if same else OutputSink(2, self._on_error)
 
     def _on_error(self, reason: str) -> None:
+        self.report_loss(f"cannot write the output: {reason}")
+
+    def report_loss(self, text: str) -> None:
+        """Print a message for the user about output that is lost."""
         self.failed = True
-        self.say(f"cannot write the output: {reason}")
+        self.say(text)
 
     def say(self, text: str) -> None:
         """Print a message for the user on stderr."""
@@ -44,7 +48,7 @@ class Terminal:
 
 @final
 class LogFile:
-    """A rank's log file, written at each line. A full disk costs the log, not the run.
+    """A rank's log file, written at each line. The ranks go on when the disk is full; the loss is reported.
 
     Raises: OSError when the file cannot be created.
     """
@@ -57,9 +61,11 @@ class LogFile:
     def write(self, lines: list[bytes]) -> None:
         if self._file is not None:
             try:
-                self._file.write(b"".join(lines))
+                data = memoryview(b"".join(lines))
+                while data:  # an unbuffered write takes as many bytes as there is room for
+                    data = data[self._file.write(data) :]
             except OSError as exc:
-                self._terminal.say(f"{self._path} is not written any more: {exc.strerror}")
+                self._terminal.report_loss(f"{self._path} is not written any more: {exc.strerror}")
                 self.close()
 
     def close(self) -> None:

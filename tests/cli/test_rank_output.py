@@ -1,5 +1,6 @@
 import asyncio
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -41,13 +42,32 @@ async def test_both_pipes_go_to_the_log_and_only_stderr_to_the_tail(tmp_path: Pa
     os.close(err_write)
 
 
-async def test_full_disk_costs_the_log_only(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_full_disk_is_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal()
     log = LogFile(Path("/dev/full"), terminal)
     log.write([b"line\n"])
     log.write([b"line\n"])
     await asyncio.wait_for(terminal.drain(), 10)
     assert capfd.readouterr().err == "asynccomm: /dev/full is not written any more: No space left on device\n"
+    assert terminal.failed
+
+
+async def test_a_line_that_finds_room_for_its_start_only_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Terminal()
+    path = tmp_path / "log"
+    log = LogFile(path, terminal)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        log.write([b"x" * (1 << 16), b"more\n"])
+        await asyncio.wait_for(terminal.drain(), 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == 1 << 16
+    assert capfd.readouterr().err == f"asynccomm: {path} is not written any more: File too large\n"
+    assert terminal.failed
 
 
 async def test_a_traceback_with_a_pause_inside_is_still_one(
@@ -261,6 +281,12 @@ def test_log_files_instead_of_output(launcher) -> None:
     assert (code, out, err) == (0, "", "")
     logs = {path.name: sorted(path.read_text().splitlines()) for path in (launcher.directory / "some/logs").iterdir()}
     assert logs == {"rank0.log": ["err", "out 0"], "rank1.log": ["err", "out 1"]}
+
+
+def test_a_log_that_cannot_be_written_fails_the_run(launcher) -> None:
+    (launcher.directory / "rank0.log").symlink_to("/dev/full")
+    code, _, err = launcher.run("run", "-n", "1", "--log-dir", ".", launcher.script("print('lost')"))
+    assert (code, err) == (1, "asynccomm: rank0.log is not written any more: No space left on device\n")
 
 
 def test_log_files_and_output(launcher) -> None:
