@@ -13,7 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -30,6 +30,10 @@ LANES: Final = 1000  # rows of a comm
 EDGE: Final = 0.001  # microseconds by which an arrow ends inside of its slice
 
 
+# JSON has no other numbers than finite ones, and the sum of two times in microseconds has to be finite, too
+_Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+
+
 class _Op(msgspec.Struct):
     op: str
     kind: str
@@ -37,8 +41,8 @@ class _Op(msgspec.Struct):
     seq: int
     bytes: int
     site: str
-    started: float
-    finished: float | None
+    started: _Seconds
+    finished: _Seconds | None
     error: str
 
 
@@ -51,12 +55,12 @@ class _Part(msgspec.Struct):
     process: int
     host: str
     pid: int
-    offset: float
-    uncertainty: float | None
+    offset: _Seconds
+    uncertainty: _Seconds | None
     ops: list[_Op]
-    batches: list[tuple[float, float, int]]
-    waits: list[tuple[float, float]]
-    lags: list[tuple[float, float]]
+    batches: list[tuple[_Seconds, _Seconds, int]]
+    waits: list[tuple[_Seconds, _Seconds]]
+    lags: list[tuple[_Seconds, _Seconds]]
     dropped: int
 
 
@@ -206,7 +210,7 @@ def write_trace(path: Path, parts: Sequence[Part]) -> None:
     trace = merged(parts)
     if len(parts) == 1:
         trace[PART] = parts[0]
-    write_whole(path, json.dumps(trace).encode())
+    write_whole(path, json.dumps(trace, allow_nan=False).encode())
 
 
 def read_parts(paths: Sequence[Path]) -> list[Part]:
@@ -228,9 +232,8 @@ def read_parts(paths: Sequence[Path]) -> list[Part]:
 def read_part(path: Path) -> Part:
     """The part in a file that ``write_trace`` wrote for one rank. Raises: OSError, ValueError naming the file."""
     try:
-        file = json.loads(path.read_text())
-        decode(_PartFile, file)
+        file = decode(_PartFile, json.loads(path.read_text()))
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"{path} is no trace of a single rank: {exc}") from exc
-    part: Part = file[PART]
+    part: Part = msgspec.to_builtins(file.part)  # the fields that were checked, and no others
     return part

@@ -196,6 +196,27 @@ def test_a_damaged_part_is_refused(tmp_path: Path) -> None:
             read_part(path)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1e308", "-1e308", "1" + "0" * 400])
+def test_a_part_with_a_number_that_is_no_time_is_refused(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "rank0.json"
+    whole = part(0, op(0, 7.5, 8.0), batches=[[1.0, 7.5, 2]], waits=[[7.5, 2.0]], lags=[[1.0, 7.5]], offset=7.5)
+    text = json.dumps({PART: whole | {"uncertainty": 7.5}})
+    pieces = text.split("7.5")
+    assert len(pieces) == 7
+    for place in range(1, len(pieces)):
+        path.write_text("7.5".join(pieces[:place]) + number + "7.5".join(pieces[place:]))
+        with pytest.raises(ValueError, match=r"rank0\.json is no trace of a single rank: .*`\$\.asynccommPart\."):
+            read_part(path)
+
+
+def test_fields_of_a_part_that_are_not_known_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({PART: part(0, op(0, 1.0, 2.0, odd=float("nan")), odd=float("inf"))}))
+    write_trace(path, [read_part(path)])
+    assert "odd" not in path.read_text()
+    check_format(json.loads(path.read_text()))
+
+
 def test_an_operation_in_two_files_is_refused_and_two_traces_of_a_comm_are_not(tmp_path: Path) -> None:
     first, copy, later, other = (tmp_path / f"{name}.json" for name in ("first", "copy", "later", "other"))
     write_trace(first, [part(0, op(0, 1.0, 2.0))])
