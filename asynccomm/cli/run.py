@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -104,7 +105,12 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         name = "--master-port" if nodes is None else "--store"
         parser.error(f"argument {name}: cannot listen at {where[0]}:{where[1]}: {exc.strerror}")
     try:
-        with traced(arguments.trace):
+        with contextlib.ExitStack() as resources:
+            resources.enter_context(listening or contextlib.nullcontext())
+            try:
+                resources.enter_context(traced(arguments.trace))
+            except OSError as exc:
+                parser.error(f"argument --trace: cannot write to {str(arguments.trace)!r}: {exc.strerror}")
             return asyncio.run(launch(options, listening))
     except RendezvousError as exc:
         return _fail(parser, str(exc))

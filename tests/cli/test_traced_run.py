@@ -52,3 +52,16 @@ def test_the_place_must_not_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["run", "-n", "1", "--trace", str(tmp_path), __file__])
     assert f"argument --trace: must be a file, and {str(tmp_path)!r} is a folder" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_deleted_is_an_error_of_the_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "deleted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(SystemExit) as exited:
+        main(["run", "-n", "1", "--trace", "out.json", __file__])
+    assert exited.value.code == 2
+    assert "argument --trace: cannot write to 'out.json': No such file or directory" in capsys.readouterr().err
