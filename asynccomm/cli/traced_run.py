@@ -1,10 +1,15 @@
-"""``asynccomm run --trace OUT.json``: the ranks write parts, of which the launcher makes a trace."""
+"""``asynccomm run --trace OUT.json``: the ranks write parts, of which the launcher makes a trace.
+
+The parts are in a folder of the run. A process beside the launcher removes the folder where the launcher cannot: after
+``kill -9``, or a signal while the trace is written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,27 +17,52 @@ from pathlib import Path
 
 from asynccomm.observe.chrome import DIRECTORY, read_part, write_trace
 
+# -I and -S: without the user's modules and settings. The end of stdin is the end of the launcher or of its trace
+_REMOVER = (sys.executable, "-I", "-S", "-c", "import shutil, sys; shutil.rmtree(sys.stdin.buffer.read(), True)")
+
 
 @contextlib.contextmanager
 def traced(out: Path | None) -> Iterator[None]:
     """Have the ranks that are started in the block write traces; None: they write none.
 
-    Raises: OSError at the begin, if the folder of ``out`` cannot be written to.
+    Raises: OSError with ``out`` at the begin, if its folder cannot be written to.
     """
     if out is None:
         yield
         return
-    directory = tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent)
-    before = os.environ.get(DIRECTORY)
-    os.environ[DIRECTORY] = os.path.abspath(directory)
-    try:
-        yield
-        _merge(Path(directory), out)
-    finally:
-        os.environ.pop(DIRECTORY)
-        if before is not None:
-            os.environ[DIRECTORY] = before
-        shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.ExitStack() as resources:
+        try:
+            directory = resources.enter_context(_folder(out))
+        except OSError as exc:
+            raise OSError(exc.errno, exc.strerror, str(out)) from exc
+        before = os.environ.get(DIRECTORY)
+        os.environ[DIRECTORY] = str(directory)
+        try:
+            yield
+        finally:
+            os.environ.pop(DIRECTORY)
+            if before is not None:
+                os.environ[DIRECTORY] = before
+        _merge(directory, out)
+
+
+@contextlib.contextmanager
+def _folder(out: Path) -> Iterator[Path]:
+    """A folder for the parts on the file system of ``out``, or among the system's temporary files for a device."""
+    target = Path(os.path.realpath(out))
+    beside = target.parent if target.is_file() or not out.exists() else None
+    # a session of its own: Ctrl-C ends the launcher, and the remover after it
+    with subprocess.Popen(
+        _REMOVER, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as remover:
+        assert remover.stdin is not None
+        directory = Path(tempfile.mkdtemp(prefix=".asynccomm-", dir=beside)).absolute()
+        try:
+            remover.stdin.write(os.fsencode(directory))
+            remover.stdin.flush()
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _merge(directory: Path, out: Path) -> None:
@@ -44,6 +74,6 @@ def _merge(directory: Path, out: Path) -> None:
         except (OSError, ValueError) as exc:
             print(f"asynccomm run: {exc}", file=sys.stderr)
     try:
-        write_trace(out, parts)
+        write_trace(out, parts, directory)
     except OSError as exc:
         print(f"asynccomm run: cannot write the trace to {str(out)!r}: {exc.strerror}", file=sys.stderr)

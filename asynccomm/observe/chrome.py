@@ -205,12 +205,16 @@ def _arrows(comm: str, seq: int, by_rank: Mapping[int, Slice], numbers: Iterator
         yield {"ph": "f", "bp": "e", **arrow, **place, "ts": end - EDGE}
 
 
-def write_trace(path: Path, parts: Sequence[Part]) -> None:
-    """Write the merged trace; the file of a single part can be merged later. Raises: OSError with ``path``."""
+def write_trace(path: Path, parts: Sequence[Part], folder: Path | None = None) -> None:
+    """Write the merged trace; the file of a single part can be merged later. Raises: OSError with ``path``.
+
+    Args:
+        folder: for the temporary file, as for ``write_whole``.
+    """
     trace = merged(parts)
     if len(parts) == 1:
         trace[PART] = parts[0]
-    write_whole(path, json.dumps(trace, allow_nan=False).encode())
+    write_whole(path, json.dumps(trace, allow_nan=False).encode(), folder)
 
 
 def read_parts(paths: Sequence[Path]) -> list[Part]:

@@ -1,8 +1,11 @@
 """``asynccomm run --trace``."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,55 @@ def test_a_folder_that_was_deleted_is_an_error_of_the_argument(
         main(["run", "-n", "1", "--trace", "out.json", __file__])
     assert exited.value.code == 2
     assert "argument --trace: cannot write to 'out.json': No such file or directory" in capsys.readouterr().err
+
+
+def test_a_pipe_gets_the_trace_and_the_folder_of_a_link_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, links = tmp_path / "temporary", tmp_path / "links"
+    temporary.mkdir()
+    links.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    out = tmp_path / "pipe"
+    os.mkfifo(out)
+    (links / "link").symlink_to(out)
+    reader = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with traced(links / "link"):
+            assert len(list(temporary.iterdir())) == 1
+        check_format(json.loads(os.read(reader, 10_000)))
+    finally:
+        os.close(reader)
+    assert out.is_fifo()
+    assert not list(temporary.iterdir())
+    assert [path.name for path in links.iterdir()] == ["link"]
+
+
+def test_a_killed_launcher_leaves_no_folder_behind(launcher, until) -> None:  # type: ignore[no-untyped-def]
+    script = launcher.script("import sys; print('begun', flush=True); sys.stdin.read()")
+    started = launcher.start("run", "-n", "1", "--trace", "out.json", script)
+    started.sees("begun")
+    assert len(list(launcher.directory.iterdir())) == 2
+    started.process.kill()
+    until(lambda: [path.name for path in launcher.directory.iterdir()] == ["script.py"], "the end of the folder")
+
+
+@pytest.mark.real_python  # a fork has chosen the folder of temporary files
+def test_a_signal_while_the_trace_is_written_leaves_no_folder_behind(  # type: ignore[no-untyped-def]
+    launcher, until, tmp_path: Path
+) -> None:
+    os.mkfifo(launcher.directory / "pipe")  # without a reader the trace is written for ever
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    script = launcher.script("import sys; print('begun', flush=True); sys.stdin.read()")
+    started = launcher.start("run", "-n", "1", "--trace", "pipe", script, environment={"TMPDIR": str(temporary)})
+    started.sees("begun")
+    assert [path.name[:11] for path in temporary.iterdir() if path.name.startswith(".")] == [".asynccomm-"]
+
+    def ended() -> bool:  # the first signal ends the run, and a later one the launcher
+        started.process.send_signal(signal.SIGTERM)
+        return started.process.poll() is not None
+
+    until(ended, "the end of the launcher")
+    assert started.process.returncode == -signal.SIGTERM
+    until(lambda: not [path for path in temporary.iterdir() if path.name.startswith(".")], "the end of the folder")
