@@ -7,17 +7,16 @@ interrupts: the coroutine is then cancelled.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic, TypeVar, final
 
 from asynccomm.blocking.loop_thread import loop_of, loops, on_a_thread
 from asynccomm.comm.session import handle_dump_signal
+from asynccomm.core.thread_event import ThreadEvent
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, WouldBlockError
-
-SIGNAL_SECONDS: Final = 1.0  # of one wait for a lock: a signal just before the wait does not interrupt it
 
 T = TypeVar("T")
 
@@ -94,9 +93,7 @@ class _Call(Generic[T]):
     def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], Awaitable[T]]) -> None:
         self._loop = loop
         self._function = function
-        self._ended = threading.Lock()
-        self._ended.acquire()
-        self._over = False  # stays set: a signal may interrupt the thread as it has just taken the lock
+        self._ended = ThreadEvent()
         self._task: asyncio.Task[None] | None = None
         self._outcome: list[T] = []
         self._error: BaseException | None = None
@@ -104,10 +101,10 @@ class _Call(Generic[T]):
     def result(self) -> T:
         try:
             self._loop.call_soon_threadsafe(self._start)
-            self._wait()
+            self._ended.wait(math.inf)
         except BaseException:
             self._loop.call_soon_threadsafe(self._cancel)
-            self._wait()
+            self._ended.wait(math.inf)
             self._outcome.clear()  # a comm that is not returned is to end, and the traceback has this frame
             raise
         try:
@@ -116,10 +113,6 @@ class _Call(Generic[T]):
             return self._outcome.pop()  # the loop may keep this call for a moment longer
         finally:
             self._error = None  # the error's traceback has this frame
-
-    def _wait(self) -> None:
-        while not self._over:
-            self._ended.acquire(timeout=SIGNAL_SECONDS)
 
     def _start(self) -> None:
         self._task = self._loop.create_task(self._run())
@@ -140,12 +133,11 @@ class _Call(Generic[T]):
             self._end()
 
     def _end(self, _: object = None) -> None:
-        if self._over:
+        if self._ended.is_set():
             return
         if not self._outcome and self._error is None:
             self._error = asyncio.CancelledError()
-        self._over = True
-        self._ended.release()
+        self._ended.set()
 
 
 @final

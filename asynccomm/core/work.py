@@ -32,6 +32,7 @@ from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.outcome import Outcome
 from asynccomm.core.state import WorkState
+from asynccomm.core.thread_event import ThreadEvent
 from asynccomm.errors import AsyncCommError, WouldBlockError
 from asynccomm.ops import Op
 from asynccomm.options import seconds
@@ -236,7 +237,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
             driver = None  # as in _wait
         if self._done:
             return
-        event = threading.Event()
+        event = ThreadEvent()
         self._listeners.append(event.set)
         if issued is not None:
             issued.listen(event.set)
@@ -253,8 +254,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
                 if (overdue := self._on_overdue) is not None:
                     overdue(self)  # the loop, which checks the deadlines, is not running
             else:
-                left = min(end, due) - now
-                event.wait(None if left > threading.TIMEOUT_MAX else left)
+                event.wait(min(end, due) - now)
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
         """Order ``stream`` (default: the current one) after the operation, without waiting on the host. GPU only.

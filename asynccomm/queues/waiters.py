@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar, final
 
 from asynccomm.core.state import Streak
+from asynccomm.core.thread_event import ThreadEvent
 from asynccomm.errors import AsyncCommError, WouldBlockError
 
 T = TypeVar("T")
@@ -103,13 +104,13 @@ class Waiters:
             raise WouldBlockError("the call would block the event loop of this thread: await a queue of that loop")
         end = time.monotonic() + timeout
         while (result := attempt()) is None:
-            event = threading.Event()
+            event = ThreadEvent()
             self._add(event.set)
             try:
                 if not self._arm():
                     event.set()
                 left = end - time.monotonic()
-                if left <= 0 or not event.wait(min(left, threading.TIMEOUT_MAX)):
+                if left <= 0 or not event.wait(left):
                     raise TimeoutError(f"{late} within {timeout:g} s")
             except BaseException:
                 self._remove(event.set)

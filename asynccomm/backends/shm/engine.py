@@ -28,7 +28,7 @@ import torch
 from asynccomm.backends.base import BackendContext, DirectCalls, FastCalls, HeldCall, Submission
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bootstrap import PeerMapping
-from asynccomm.backends.shm.combining_lock import CombiningLock
+from asynccomm.backends.shm.combining_lock import ANY_TIME, AT_ONCE, Acquire, CombiningLock, within
 from asynccomm.backends.shm.doorbell import Bell, Bells
 from asynccomm.backends.shm.executor import NO_WAIT, Executor, Pace
 from asynccomm.backends.shm.fast_path import Limits, fast_path
@@ -46,7 +46,7 @@ from asynccomm.backends.spinning import SHORT_WAIT_SECONDS, waited
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.state import CallCounts
 from asynccomm.core.work import Work
-from asynccomm.errors import BackendError, BrokenError, PeerLostError
+from asynccomm.errors import BackendError, BrokenError, PeerLostError, describe_exception
 from asynccomm.ops import Op
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive, so that the loop's other tasks do not starve
@@ -246,7 +246,11 @@ class Engine:
         if torch.is_inference_mode_enabled():  # the caller's mode: views created in it could not be written to later
             with torch.inference_mode(False):
                 return self._drive(patience, arm=arm)
-        drove = self._lock.run(self._may_drive, self._run, self._release, patience, arm)
+        try:
+            drove = self._lock.run(self._may_drive, self._run, self._take_results, self._report, patience, arm)
+        except BaseException as exc:  # Ctrl-C: operations may be neither driven nor settled
+            self.failed(exc)
+            raise
         if self._large:
             self._to_worker()
         return drove
@@ -339,7 +343,7 @@ class Engine:
             self._faults.append(exc)
         except BaseException as exc:  # out of memory, Ctrl-C, or a bug: without an error, the peers would wait forever
             what = f" in {self._queue[0].op}" if self._queue else ""
-            error = BackendError(f"shm failed{what}: {type(exc).__name__}: {exc}")
+            error = BackendError(f"shm failed{what}: {describe_exception(exc)}")
             error.__cause__ = exc
             self._faults.append(error)
             if not isinstance(exc, Exception):
@@ -376,8 +380,12 @@ class Engine:
                 self._large_out -= 1  # as if it were one more in: submitting threads own that count
             submission.nbytes = max(submission.nbytes, nbytes)
 
-    def _release(self) -> None:
-        """Release the lock, then settle finished operations and report errors."""
+    def _hold(self, acquire: Acquire, serve: Callable[[], object]) -> bool:
+        """Call ``serve`` with the lock held; returns whether it was acquired."""
+        return self._lock.hold(acquire, serve, self._take_results, self._report)
+
+    def _take_results(self) -> tuple[list[Submission], list[BrokenError]]:
+        """Take the finished operations and the errors that ``_report`` is to report. With the lock."""
         finished: list[Submission] = []
         faults: list[BrokenError] = []
         while self._finished:
@@ -395,7 +403,10 @@ class Engine:
             faults = list(self._faults)
             self._faults.clear()
             self._drop()
-        self._lock.release()
+        return finished, faults
+
+    def _report(self, finished: list[Submission], faults: list[BrokenError]) -> None:
+        """Settle finished operations and report errors. Without the lock."""
         for submission in finished:
             submission.work.settle(submission.error)
             if self._waited:
@@ -415,26 +426,28 @@ class Engine:
 
     def turn(self) -> ProgressResult:
         """Advance all operations by one step, on the progress thread."""
-        self._lock.acquire()
-        turn = ProgressResult.OVER
-        try:
-            self._lock.requested = self._dozing = False
-            self._executor.resume()
-            self._bells.disarm()
-            if not self._position.dead:
-                turn = ProgressResult.MOVED if self._step(one=True, pace=self._pace()) else ProgressResult.STUCK
-            if self._position.dead or not (self._large or self._waited):
-                self._with_worker = False
-                self._lifecycle.leave_cpu()
-                turn = ProgressResult.OVER
-                if not self._position.dead:
-                    self._run(0.0, True)  # the event loop drives the remaining operations
-        finally:
-            self._release()
+        turns: list[ProgressResult] = []
+        self._hold(ANY_TIME, lambda: turns.append(self._turn()))
+        (turn,) = turns
         if turn is ProgressResult.OVER and (self._lock.requested or self._large or self._waited):
             self._drive()
             if self._waited:
                 self._to_worker()
+        return turn
+
+    def _turn(self) -> ProgressResult:
+        self._dozing = False
+        self._executor.resume()
+        self._bells.disarm()
+        turn = ProgressResult.OVER
+        if not self._position.dead:
+            turn = ProgressResult.MOVED if self._step(one=True, pace=self._pace()) else ProgressResult.STUCK
+        if self._position.dead or not (self._large or self._waited):
+            self._with_worker = False
+            self._lifecycle.leave_cpu()
+            turn = ProgressResult.OVER
+            if not self._position.dead:
+                self._run(0.0, True)  # the event loop drives the remaining operations
         return turn
 
     def _pace(self) -> Pace:
@@ -449,21 +462,20 @@ class Engine:
 
     def doze(self) -> bool:
         """Arm the progress thread's doorbell before it sleeps; False if it has something to do."""
-        self._lock.acquire()
-        try:
-            self._lock.requested = False
-            if self._position.dead or not (self._large or self._waited):
-                return False  # the next turn is the last
-            self._dozing = True
-            self._lifecycle.leave_cpu()
-            self._bells.arm(Bell.WORKER)
-            if self._step(one=True):
-                self._dozing = False
-        finally:
-            self._release()
+        self._dozing = False
+        self._hold(ANY_TIME, self._doze)
         if self._lock.requested:  # another thread failed to take the lock meanwhile
             self._dozing = False
         return self._dozing
+
+    def _doze(self) -> None:
+        if self._position.dead or not (self._large or self._waited):
+            return  # the next turn is the last
+        self._dozing = True
+        self._lifecycle.leave_cpu()
+        self._bells.arm(Bell.WORKER)
+        if self._step(one=True):
+            self._dozing = False
 
     def settle_on(self, cpu: int) -> list[int]:
         """Publish that the progress thread runs on ``cpu``; returns the CPUs of other processes' progress threads."""
@@ -471,7 +483,7 @@ class Engine:
 
     def failed(self, exc: BaseException) -> None:
         """Break the comm after an exception has left an operation half done: it would otherwise never finish."""
-        error = BackendError(f"shm failed: {type(exc).__name__}: {exc}")
+        error = BackendError(f"shm failed: {describe_exception(exc)}")
         error.__cause__ = exc
         self._position.dead = True
         self._on_error(error)
@@ -484,9 +496,7 @@ class Engine:
         if self._position.dead:
             return
         if state == State.LEFT:
-            self._lock.acquire()
-            self._gone.add(rank)
-            self._lock.release()
+            self._hold(ANY_TIME, lambda: self._gone.add(rank))
             self._drive()
             return
         if state == State.ABORTED:
@@ -499,14 +509,13 @@ class Engine:
         """Finish operations that need not wait, before a failure is reported: posts of a lost rank remain valid."""
         self._failing = True
         self._executor.interrupt()
-        if self._position.dead or not self._lock.acquire(timeout=LOCK_SECONDS):
-            return
+        if not self._position.dead:
+            self._hold(within(LOCK_SECONDS), self._catch_up)
+
+    def _catch_up(self) -> None:
         until = time.thread_time() + CATCH_UP_SECONDS  # CPU time, not wall time: the machine may be busy
-        try:
-            while not self._position.dead and self._step(one=True) and time.thread_time() < until:
-                pass
-        finally:
-            self._release()
+        while not self._position.dead and self._step(one=True) and time.thread_time() < until:
+            pass
 
     def _miss_the_gone(self) -> None:
         """Raise BackendError if a pending operation needs a rank that has left."""
@@ -520,13 +529,15 @@ class Engine:
 
     def unreceived(self) -> list[str]:
         """The messages that have arrived and that no receive has taken, in words. Before ``leave``."""
-        if self._position.dead or not self._lock.acquire(timeout=LOCK_SECONDS):
-            return []
-        try:
+        found: list[str] = []
+
+        def look() -> None:
             self._messages.progress()
-            return self._messages.unreceived()
-        finally:
-            self._release()
+            found.extend(self._messages.unreceived())
+
+        if not self._position.dead:
+            self._hold(within(LOCK_SECONDS), look)
+        return found
 
     def leave(self) -> None:
         """Publish that this rank leaves, so that the peers take the EOF on its pipe for an orderly close."""
@@ -544,17 +555,13 @@ class Engine:
         self.withdraw_tensors()
         self._lifecycle.end(State.ABORTED)
         self._executor.interrupt()
-        if self._lock.acquire(blocking=False):
-            self._release()
+        self._hold(AT_ONCE, _nothing)
         if self._with_worker:
             self._worker.ring()
 
     def idle(self, timeout: float) -> bool:
         """Wait until no thread drives, at most ``timeout`` seconds; returns whether that is so. After ``abort``."""
-        if not self._lock.acquire(timeout=timeout):
-            return False
-        self._release()
-        return True
+        return self._hold(within(timeout), _nothing)
 
     def _drop(self) -> None:
         self._inbox.clear()
@@ -565,3 +572,7 @@ class Engine:
         self._grown.clear()
         self._large_out = self._large_in
         self._waited.clear()
+
+
+def _nothing() -> None:
+    """Hold the lock for no reason but the work that goes with its release."""

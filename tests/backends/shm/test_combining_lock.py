@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from asynccomm.backends.shm.combining_lock import CombiningLock
+from asynccomm.backends.shm.combining_lock import ANY_TIME, AT_ONCE, CombiningLock, within
 
 
 def always() -> bool:
     return True
 
 
+def nothing(*results: object) -> tuple[()]:
+    return ()
+
+
+def run(lock: CombiningLock, serve: Callable[..., object], *args: object) -> bool:
+    return lock.run(always, serve, nothing, nothing, *args)
+
+
 def test_a_free_lock_serves_at_once_and_is_free_again() -> None:
     lock = CombiningLock()
     served: list[int] = []
-    assert lock.run(always, served.append, lock.release, 7)
-    assert lock.run(always, served.append, lock.release, 8)
+    assert run(lock, served.append, 7)
+    assert run(lock, served.append, 8)
     assert served == [7, 8]
     assert not lock.requested
+    assert not lock.locked()
+
+
+def test_results_are_taken_with_the_lock_and_finished_without() -> None:
+    lock = CombiningLock()
+    seen: list[object] = []
+
+    def take() -> tuple[int, str]:
+        seen.append(lock.locked())
+        return 1, "result"
+
+    def finish(number: int, text: str) -> None:
+        seen.extend([number, text, lock.locked()])
+
+    assert lock.hold(ANY_TIME, nothing, take, finish)
+    assert seen == [True, 1, "result", False]
+    with pytest.raises(ZeroDivisionError):
+        lock.hold(AT_ONCE, lambda: 1 // 0, take, finish)
+    assert seen == [True, 1, "result", False] * 2
+
+
+def test_a_taken_lock_is_not_held() -> None:
+    lock = CombiningLock()
+    found: list[bool] = []
+
+    def serve() -> None:
+        found.extend(lock.hold(each, nothing, nothing, nothing) for each in (AT_ONCE, within(0.001)))
+
+    assert lock.hold(within(1), serve, nothing, nothing)
+    assert found == [False, False]
+    assert not lock.locked()
 
 
 def test_the_holder_serves_the_request_of_a_thread_that_finds_the_lock_taken() -> None:
@@ -28,7 +70,7 @@ def test_the_holder_serves_the_request_of_a_thread_that_finds_the_lock_taken() -
     ran: list[bool] = []
 
     def other() -> None:
-        ran.append(lock.run(always, served.append, lock.release, "other"))
+        ran.append(run(lock, served.append, "other"))
 
     def serve(name: str) -> None:
         served.append(name)
@@ -37,7 +79,7 @@ def test_the_holder_serves_the_request_of_a_thread_that_finds_the_lock_taken() -
             thread.start()
             thread.join()
 
-    assert lock.run(always, serve, lock.release, "holder")
+    assert run(lock, serve, "holder")
     assert ran == [False]
     assert served == ["holder", "holder"]  # the second time for the other thread
 
@@ -46,30 +88,59 @@ def test_a_request_between_the_last_check_and_the_release_is_served() -> None:
     lock = CombiningLock()
     served: list[int] = []
 
-    def release() -> None:
+    def take() -> tuple[()]:
         if len(served) == 1:
-            assert not lock.run(always, served.append, lock.release, 2)  # the lock is still held
-        lock.release()
+            assert not run(lock, served.append, 2)  # the lock is still held
+        return ()
 
-    assert lock.run(always, served.append, release, 1)
+    assert lock.run(always, served.append, take, nothing, 1)
     assert served == [1, 1]
 
 
 def test_a_request_that_may_not_be_served_stays() -> None:
     lock = CombiningLock()
     served: list[int] = []
-    assert not lock.run(lambda: False, served.append, lock.release, 1)
+    assert not lock.run(lambda: False, served.append, nothing, nothing, 1)
     assert not served
     assert lock.requested
-    assert lock.acquire(blocking=False)
+    assert not lock.locked()
 
 
 def test_the_lock_is_released_after_an_exception() -> None:
     lock = CombiningLock()
 
-    def serve() -> None:
+    def fail(*_: object) -> tuple[()]:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        lock.run(always, serve, lock.release)
-    assert lock.acquire(blocking=False)
+    for serve, take, finish in ((fail, nothing, nothing), (nothing, fail, nothing), (nothing, nothing, fail)):
+        with pytest.raises(KeyboardInterrupt):
+            lock.run(always, serve, take, finish)
+        assert not lock.locked()
+
+
+class Interrupt(BaseException):
+    """Of a signal's handler."""
+
+
+def test_a_signal_leaves_the_lock_released_wherever_it_arrives() -> None:
+    lock = CombiningLock()
+    choose = random.Random(0)
+    interrupts = 0
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(2000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, choose.uniform(1e-6, 1e-4))
+                while True:
+                    run(lock, nothing)
+            except Interrupt:
+                interrupts += 1
+            assert not lock.locked()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts == 2000

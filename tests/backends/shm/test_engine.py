@@ -242,14 +242,14 @@ async def test_a_rank_that_leaves_wakes_a_message_that_waits(comm: Comm) -> None
     else:
         work = comm.send(torch.zeros(64 * LARGE), 0)
         await until(lambda: engine._messages._links[0].state.head > 1 << 20)
-        while not engine._lock.acquire(timeout=0.001):  # as if this process were stopped
+        while not engine._lock._lock.acquire(timeout=0.001):  # as if this process were stopped
             engine.interrupt()
         try:
             engine._board._words[place] = stopped
             with pytest.raises(BrokenError):
                 await work
         finally:
-            engine._lock.release()
+            engine._lock._lock.release()
 
 
 @pytest.mark.ranks(2, backend="shm")

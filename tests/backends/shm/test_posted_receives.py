@@ -202,12 +202,12 @@ async def test_a_thread_and_a_task_wait_for_one() -> None:
         if comm.rank == 0:
             engine: Any = comm.unsafe_get_backend()._engine  # type: ignore[attr-defined]
             work = post(comm, torch.zeros(4), 1)
-            engine._lock.acquire()
+            engine._lock._lock.acquire()
             waiting = threading.Thread(target=work.wait)
             waiting.start()
             while work not in engine._waited:
                 time.sleep(0.001)  # the loop must not run
-            engine._lock.release()
+            engine._lock._lock.release()
             await comm.barrier()
             await work
             await asyncio.to_thread(waiting.join)
