@@ -220,7 +220,7 @@ def from_torch_group(group: Any, stream: torch.cuda.Stream | None = None) -> Bag
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup, got {group!r}")
     ranks = dist.get_process_group_ranks(group)
-    made = BaguaProcessGroup(ranks, stream, f"torch:{next(_known.numbers)}")
+    made = BaguaProcessGroup(ranks, stream, "torch")  # no number, as other processes do not call this
     made._connect = lambda then: EitherComm.make(lambda: wrap(group), then)
     return _remembered(made)
 

@@ -96,6 +96,24 @@ async def test_a_group_of_torch(comm: Comm) -> None:
     await asyncio.to_thread(program)
 
 
+@pytest.mark.ranks(3)
+async def test_groups_of_all_after_groups_of_torch_of_some_ranks(comm: Comm) -> None:
+    def program() -> None:
+        with world("gloo"):
+            pair = dist.new_group([0, 1])
+            if comm.rank < 2:
+                first, second = bagua.from_torch_group(pair), bagua.from_torch_group(pair)
+                for group in (second, first):
+                    assert group.get_intra_node_communicator().nranks() == 2
+            everyone = bagua.new_group([0, 1, 2])
+            assert everyone.group_name == "group:1"
+            tensor = torch.ones(1)
+            bagua.allreduce_inplace(tensor, comm=everyone.get_global_communicator())
+            assert tensor.item() == 3
+
+    await without_a_loop(comm, program)
+
+
 @pytest.mark.ranks(2)
 async def test_a_store_may_be_given(comm: Comm) -> None:
     def program() -> None:
