@@ -201,15 +201,18 @@ def destroy_process_group() -> Any:
 def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
     """A group of ``ranks``, sorted; None: of all. All processes call this, members or not, in the same order.
 
-    Sends nothing: the communicators connect at their first request. Raises: ValueError for ranks that do not exist.
+    Sends nothing: the communicators connect at their first request. A refused call counts as a call.
+
+    Raises: ValueError for ranks that do not exist; TypeError.
     """
     size = _world().comm.size
+    number = next(_known.numbers)  # also of a refused call, as the other processes go on with the next number
     if ranks is not None and (not isinstance(ranks, Sequence) or any(as_index(rank) is None for rank in ranks)):
         raise TypeError(f"ranks must be a list of ranks, got {ranks!r}")
     chosen = list(range(size)) if ranks is None else sorted(map(int, ranks))
     if len(set(chosen)) < len(chosen) or not all(0 <= rank < size for rank in chosen) or not chosen:
         raise ValueError(f"ranks must be different ones in [0, {size}), got {ranks}")
-    return _remembered(BaguaProcessGroup(chosen, stream, f"group:{next(_known.numbers)}"))
+    return _remembered(BaguaProcessGroup(chosen, stream, f"group:{number}"))
 
 
 def from_torch_group(group: Any, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:

@@ -115,6 +115,23 @@ async def test_groups_of_all_after_groups_of_torch_of_some_ranks(comm: Comm) -> 
 
 
 @pytest.mark.ranks(2)
+async def test_a_refused_group_counts(comm: Comm) -> None:
+    def program() -> None:
+        if comm.rank == 0:
+            for wrong in ([5], [0.5]):
+                with pytest.raises((ValueError, TypeError), match="ranks must be"):
+                    bagua.new_group(wrong)  # type: ignore[arg-type]
+        else:
+            bagua.new_group([0, 1])
+            bagua.new_group([0, 1])
+        group = bagua.new_group([0, 1])
+        assert group.group_name == "group:3"
+        bagua.barrier(group.get_global_communicator())
+
+    await without_a_loop(comm, program)
+
+
+@pytest.mark.ranks(2)
 async def test_a_store_may_be_given(comm: Comm) -> None:
     def program() -> None:
         from tests.interop.world import store
