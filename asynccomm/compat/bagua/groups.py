@@ -146,6 +146,7 @@ class _Known:
         self.default: BaguaProcessGroup | None = None
         self.groups: list[BaguaProcessGroup] = []
         self.numbers: Iterator[int] = itertools.count(1)
+        self.timeout: timedelta | None = None  # None: the default of comms
         self.weights_only = True
         self.lock = threading.Lock()
 
@@ -165,7 +166,7 @@ def init_process_group(
 
     Args:
         store: None: from the environment that launchers set, as are rank and number of processes.
-        backend, device, timeout: of the comm, see ``asynccomm.new_comm``.
+        backend, device, timeout: of the comm, see ``asynccomm.new_comm``. Other groups have the timeout, too.
         weights_only: whether objects are safe values only, or any that can be pickled.
 
     Raises: RuntimeError if there is a default group.
@@ -177,7 +178,8 @@ def init_process_group(
         assert world is not None
         group = BaguaProcessGroup(range(world.comm.size), None, "bagua")
         group._made["global"] = BaguaSingleCommunicatorPy(world, None)
-        _known.world, _known.default, _known.weights_only = world, group, weights_only
+        _known.world, _known.default = world, group
+        _known.timeout, _known.weights_only = timeout, weights_only
         _known.groups.append(group)
 
     return EitherComm.make(lambda: new_comm(backend, device, name="bagua", store=store, timeout=timeout), keep)
@@ -218,13 +220,16 @@ def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | No
 def from_torch_group(group: Any, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
     """A group of the ranks of torch's ``group``, which meets over its store. All ranks of ``group`` call this.
 
+    The communicators have the devices of ``group``, as comms of ``asynccomm.wrap``, and the timeout of
+    ``init_process_group``, or without a default group asynccomm's.
+
     Raises: TypeError if ``group`` is no process group.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup, got {group!r}")
     ranks = dist.get_process_group_ranks(group)
     made = BaguaProcessGroup(ranks, stream, "torch")  # no number, as other processes do not call this
-    made._connect = lambda then: EitherComm.make(lambda: wrap(group), then)
+    made._connect = lambda then: EitherComm.make(lambda: wrap(group, timeout=_known.timeout), then)
     return _remembered(made)
 
 

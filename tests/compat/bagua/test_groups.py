@@ -115,6 +115,17 @@ async def test_groups_of_all_after_groups_of_torch_of_some_ranks(comm: Comm) -> 
 
 
 @pytest.mark.ranks(2)
+async def test_a_group_of_torch_has_the_timeout_of_the_default_group(comm: Comm) -> None:
+    def program() -> None:
+        with world("gloo"):
+            group = bagua.from_torch_group(dist.group.WORLD)
+            for made in (group.get_global_communicator(), group.get_intra_node_communicator()):
+                assert made.either.comm.options.timeout == 40  # of without_a_loop
+
+    await without_a_loop(comm, program)
+
+
+@pytest.mark.ranks(2)
 async def test_a_refused_group_counts(comm: Comm) -> None:
     def program() -> None:
         if comm.rank == 0:
