@@ -29,7 +29,7 @@ _FROM: Final = Renamed({"root": "src", "object_list": "obj_list"})
 
 @final
 class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"]):
-    """A group of processes; all processes make the same groups in the same order.
+    """A group of processes; all processes make the same groups in the same order, and a refused call counts.
 
     On a thread without a loop the constructor connects the group, and methods block. In a coroutine,
     ``group = await GroupCoordinator(...)``, and await the methods' results.
@@ -62,6 +62,8 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         group_name: str | None = None,
     ) -> None:
         world = environment()
+        # not the unique name: processes may count differently. Also of a refused call: the other processes count theirs
+        label = world.name_of_next(group_name or "anonymous")
         self._device_comm: EitherComm | None = None
         self._cpu_comm: EitherComm | None = None
         self._queues: list[MessageQueue] = []
@@ -80,7 +82,6 @@ class GroupCoordinator(GroupExperts, GroupQueues, Awaitable["GroupCoordinator"])
         self.device: torch.device = world.device.comm.device
         self.unique_name: str = operators.unique_name(group_name or "anonymous")
         self._weights_only = world.weights_only
-        label = world.name_of_next(group_name or "anonymous")  # not the unique name: processes may count differently
         parents = [world.cpu] if world.device is world.cpu else [world.cpu, world.device]
         self._connected = False
         steps: list[Callable[[], Any]] = [

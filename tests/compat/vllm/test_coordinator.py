@@ -56,6 +56,25 @@ async def test_lists_that_are_no_groups(comm: Comm) -> None:
     await without_a_loop(comm, program)
 
 
+@pytest.mark.ranks(2)
+async def test_a_refused_group_counts(comm: Comm) -> None:
+    def program() -> None:
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="group_ranks must"):
+                group_of([[1]], "tp")
+            with pytest.raises(ValueError, match="needs init_distributed_environment"):
+                vllm.GroupCoordinator([[0, 1]], 0, "nccl", True, group_name="tp")
+        else:
+            for _ in range(2):
+                group_of([[0], [1]], "tp").destroy()
+        group = group_of([[0, 1]], "tp")
+        assert group.cpu_group.name.endswith("/tp:2")
+        assert group.all_reduce(torch.ones(1)).item() == 2
+        group.destroy()
+
+    await without_a_loop(comm, program)
+
+
 @pytest.mark.ranks(2, backend=["shm", "gloo"])
 async def test_objects(comm: Comm) -> None:
     def program() -> None:
