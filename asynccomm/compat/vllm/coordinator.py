@@ -348,6 +348,9 @@ def _own(group_ranks: Sequence[Sequence[int]], rank: int, size: int) -> list[int
 
 
 def _shares(group: GroupCoordinator | None) -> Comm | None:
+    """The comm that shares are gathered in; None: there are no shares. Raises: TypeError."""
+    if group is not None and not isinstance(group, GroupCoordinator):
+        raise TypeError(f"all_gather_group must be a GroupCoordinator, got {group!r}")
     return None if group is None or group.world_size == 1 else group.device_group
 
 

@@ -139,6 +139,11 @@ async def test_dicts_of_tensors_to_the_next_stage_in_shares(comm: Comm) -> None:
         assert one.recv_tensor_dict() is None
         with pytest.raises(TypeError, match="tensor_dict must be a dict"):
             pp.send_tensor_dict([1])  # type: ignore[arg-type]
+        for wrong in (5, tp.device_group):
+            with pytest.raises(TypeError, match="all_gather_group must be a GroupCoordinator, got"):
+                pp.send_tensor_dict({}, all_gather_group=wrong)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="all_gather_group must be a GroupCoordinator, got"):
+                pp.recv_tensor_dict(all_gather_group=wrong)  # type: ignore[arg-type]
         for group in (one, pp, tp):
             group.destroy()
 
