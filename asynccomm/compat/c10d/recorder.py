@@ -25,13 +25,14 @@ import torch
 from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.core.callsite import CallSite
-from asynccomm.core.work import Work
+from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError
 from asynccomm.observe.flight import Side, dump_of, status_of
 from asynccomm.observe.watchers import Watcher
 from asynccomm.ops import Call, Op, PeerOp
 
 RECORDS: Final = 2000
+NONE: Final = str(UNNUMBERED)  # in place of a collective's number
 SHOWN: Final = 4  # operations in flight that the log names
 
 _log: Final = logging.getLogger("asynccomm")
@@ -184,12 +185,10 @@ class FlightRecorder:
             said += f" and {len(cut) - SHOWN} more"
         where = self._write(group)
         _log.warning(
-            "process group %r is broken by %s; of its collectives, #%s was called last here, and #%s was done last; "
-            "in flight: %s%s",
+            "process group %r is broken by %s. On this rank, %s; in flight: %s%s",
             group.name,
             group.error,
-            status["last_enqueued_collective"],
-            status["last_completed_collective"],
+            _progress(status["last_enqueued_collective"], status["last_completed_collective"]),
             said,
             where,
         )
@@ -207,6 +206,14 @@ class FlightRecorder:
         except Exception as exc:  # the report of the failure must not fail
             return f"; the flight recorder could not be written: {exc}"
         return f"; the flight recorder is in {path}"
+
+
+def _progress(called: str, done: str) -> str:
+    """Text about the last collectives of a group, from their numbers in a dump."""
+    if called == NONE:
+        return "no collective of the group was called"
+    last = "no recorded collective was done" if done == NONE else f"#{done} was done last"
+    return f"collective #{called} of the group was called last, and {last}"
 
 
 def _setting(*names: str) -> str:

@@ -251,7 +251,10 @@ async def test_one_that_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
         dist._get_default_group().comm()._session.break_by(BackendError("no"))
         await dist.destroy_process_group()
     (said,) = [record.message for record in caplog.records if "is broken by" in record.message]
-    assert said.endswith("#0 was called last here, and #-1 was done last; in flight: nothing")
+    assert said.endswith(
+        ". On this rank, collective #0 of the group was called last, and no recorded collective was done; "
+        "in flight: nothing"
+    )
 
 
 async def test_many_in_flight(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,6 +264,7 @@ async def test_many_in_flight(caplog: pytest.LogCaptureFixture) -> None:
         pg.comm()._session.break_by(BackendError("no"))
         assert {entry["error"] for entry in dumped()["entries"]} == {"BackendError"}
     (said,) = [record.message for record in caplog.records if "is broken by" in record.message]
+    assert ". On this rank, no collective of the group was called; in flight: recv(" in said
     assert said.endswith("recv(float32[1], src=0, tag=3) and 2 more")
 
 
@@ -377,12 +381,12 @@ async def test_a_timeout_is_dumped_on_all_ranks(files: Path, caplog: pytest.LogC
     first, second = sorted(record.message for record in caplog.records if "is broken by" in record.message)
     assert first.startswith("process group '1' is broken by AbortedError: aborted by rank 0: CollectiveTimeoutError: ")
     assert first.endswith(
-        f"; of its collectives, #0 was called last here, and #0 was done last; in flight: nothing"
+        f". On this rank, collective #0 of the group was called last, and #0 was done last; in flight: nothing"
         f"; the flight recorder is in {files / 'rank_1'}"
     )
     assert second.startswith("process group '1' is broken by CollectiveTimeoutError: broadcast")
     assert second.endswith(
-        f"; of its collectives, #1 was called last here, and #0 was done last; "
+        f". On this rank, collective #1 of the group was called last, and #0 was done last; "
         f"in flight: broadcast(float32[6], root=0); the flight recorder is in {files / 'rank_0'}"
     )
 
