@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ from asynccomm.compat.c10d.validation import (
 )
 from asynccomm.compat.c10d.work import NOTHING, with_future
 from asynccomm.compat.c10d.world import Group
-from asynccomm.ops.validation import check_all_rows
+from asynccomm.ops.validation import as_index, check_all_rows
+
+MAX_DEVICES: Final = 128  # torch.device takes a larger index for another device, without an error
 
 
 @collective()
@@ -278,8 +280,11 @@ def barrier(
         timeout: of this barrier; None: the group's.
     """
     pg = member(group)
-    if device_ids is not None and not isinstance(device_ids, list):
-        raise TypeError(f"device_ids must be a list of indices, got {device_ids!r}")
+    if device_ids is not None:
+        if not isinstance(device_ids, list) or any(as_index(index) is None for index in device_ids):
+            raise TypeError(f"device_ids must be a list of indices, got {device_ids!r}")
+        if not all(0 <= int(index) < MAX_DEVICES for index in device_ids):
+            raise ValueError(f"device_ids must be in [0, {MAX_DEVICES}), got {device_ids!r}")
     if timeout is not None:
         check_valid_timeout(timeout)
     return pg.comm(_barrier_device(pg, device_ids)).barrier(timeout=timeout)
@@ -289,7 +294,7 @@ def _barrier_device(pg: ProcessGroup, device_ids: list[int] | None) -> torch.dev
     """Device of a barrier: the given device, or the bound one, or the CPU if the group serves it."""
     kind = accelerator()
     if device_ids:
-        return torch.device(kind, device_ids[0])
+        return torch.device(kind, int(device_ids[0]))
     if pg.bound_device_id is not None:
         return pg.bound_device_id
     if kind == "cpu" or pg.object_device == "cpu":

@@ -416,8 +416,12 @@ async def test_devices_of_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
         assert where(gpu, None) == torch.device("cuda:1")
         await dist.barrier(device_ids=[0])
         await dist.barrier(device_ids=[])
-        with pytest.raises(TypeError, match="device_ids must be a list"):
-            dist.barrier(device_ids=0)  # type: ignore[arg-type]
+        for wrong in (0, ["a"], [None], [True]):
+            with pytest.raises(TypeError, match="device_ids must be a list of indices, got"):
+                dist.barrier(device_ids=wrong)  # type: ignore[arg-type]
+        for out_of_range in (-1, 128):
+            with pytest.raises(ValueError, match=r"device_ids must be in \[0, 128\), got"):
+                dist.barrier(device_ids=[out_of_range])
 
 
 async def _on_a_gpu(pg: dist.ProcessGroup) -> dist.ProcessGroup:
