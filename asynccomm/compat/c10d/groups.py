@@ -52,6 +52,8 @@ async def new_group(
         device_id: this rank's accelerator; None: the default group's.
         sort_ranks: the group has its ranks in ascending order; False: in the order of ``ranks``, the same on all.
 
+    A refused call counts as a call.
+
     Returns: the group; NON_GROUP_MEMBER on ranks outside the group.
 
     Raises: ValueError before ``init_process_group``, and for invalid ranks; AssertionError for a device other than the
@@ -86,6 +88,12 @@ async def new_group_with_tag(
 ) -> Member:
     """Create a group as :func:`new_group`, under a tag; equal tags and ranks give the same group."""
     known, default = world(), default_group()
+    # a refused call takes a name, too, as the other ranks go on with the next one
+    group_name = "" if use_local_synchronization else known.next_name()
+    members = list(range(default.size())) if ranks is None else _checked(ranks, default.size(), sort_ranks)
+    me = default.rank()
+    if use_local_synchronization and me in members:
+        group_name = known.hashed_name(members)
     if device_id is None:
         device_id = default.bound_device_id
     elif default.bound_device_id not in (None, device_id):
@@ -96,11 +104,8 @@ async def new_group_with_tag(
     check_valid_timeout(limit)
     if use_local_synchronization and name == Backend.MPI:
         raise ValueError("backend 'mpi' cannot make groups with use_local_synchronization")
-    members = list(range(default.size())) if ranks is None else _checked(ranks, default.size(), sort_ranks)
-    me = default.rank()
     if use_local_synchronization and me not in members:
         return NON_GROUP_MEMBER
-    group_name = known.hashed_name(members) if use_local_synchronization else known.next_name()
     pg: Member = NON_GROUP_MEMBER
     room = store
     if me in members:
@@ -336,6 +341,13 @@ async def split_group(
     if member_of(parent_pg, "split_group", 5) is None:
         raise ValueError("this rank is not in parent_pg")
     parent = registered(parent_pg)
+    lists = _checked_splits(split_ranks, parent.size())
+    mine = next((ranks for ranks in lists if parent.rank() in ranks), [])
+    known, ranks = world(), [parent.global_ranks[rank] for rank in mine]
+    # a call that is refused below takes a name, too, as the other ranks go on with the next one
+    name = known.hashed_name(ranks, parent.group_name)
+    desc = f"{parent.group_desc}:split:{parent.splits}" if group_desc is None else group_desc
+    parent.splits += 1
     if backend is not None and Backend(backend) != parent.backend:
         raise ValueError(f"backend must be that of the parent, {parent.backend!r}, or None, got {backend!r}")
     real = parent.backend != Backend.FAKE
@@ -343,16 +355,9 @@ async def split_group(
         raise RuntimeError("no device is bound to the default group: pass device_id= to init_process_group")
     limit = default_timeout(parent.backend) if timeout is None else timeout
     check_valid_timeout(limit)
-    lists = _checked_splits(split_ranks, parent.size())
-    desc = f"{parent.group_desc}:split:{parent.splits}" if group_desc is None else group_desc
     hints = options_of(parent.name(), pg_options, limit).get("hints")
-    parent.splits += 1
-    mine = next((ranks for ranks in lists if parent.rank() in ranks), None)
-    if mine is None:
+    if not mine:
         return NON_GROUP_MEMBER
-    known = world()
-    ranks = [parent.global_ranks[rank] for rank in mine]
-    name = known.hashed_name(ranks, parent.group_name)
     made: dict[int, Comm] = {}
     async with AsyncExitStack() as unless_made:
         for comm in parent.comms:

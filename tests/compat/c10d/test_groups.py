@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asynccomm.compat.c10d as dist
-from asynccomm import BackendError, ClosedError, Comm, CommOptions, MemoryStore
+from asynccomm import BackendError, ClosedError, Comm, CommOptions, MemoryStore, RendezvousError
 from asynccomm.compat.c10d import groups
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from tests.compat.c10d.worlds import alone, run_ranks
@@ -80,6 +80,26 @@ async def test_timeouts_are_timedeltas() -> None:
     async with alone():
         with pytest.raises(TypeError, match="timeout must be"):
             await dist.new_group([0], 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("local", "wrong"), [(False, {"ranks": [5]}), (False, {"timeout": 3}), (True, {"timeout": 3})], ids=str
+)
+async def test_a_refused_call_counts(local: bool, wrong: dict[str, Any]) -> None:
+    async def body(rank: int) -> None:
+        right: dict[str, Any] = {"ranks": [0, 1], "use_local_synchronization": local}
+        if rank == 0:
+            with pytest.raises((ValueError, TypeError)):
+                await dist.new_group(**(right | wrong))
+        else:
+            with pytest.raises(RendezvousError):
+                await dist.new_group(**right, timeout=timedelta(seconds=0.1))
+        pg = await dist.new_group(**right)
+        tensor = torch.ones(1)
+        await dist.all_reduce(tensor, group=pg)
+        assert tensor.item() == 2
+
+    await run_ranks(2, body)
 
 
 async def test_only_members_call_with_local_synchronization() -> None:
@@ -401,6 +421,24 @@ async def test_options_of_a_split(caplog: pytest.LogCaptureFixture) -> None:
             await dist.split_group(None, [[0]], pg_options=3)
         with pytest.raises(TypeError, match="timeout must be"):
             await dist.split_group(None, [[0]], timeout=3)  # type: ignore[arg-type]
+
+
+async def test_a_refused_split_counts() -> None:
+    async def body(rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(TypeError, match="timeout must be"):
+                await dist.split_group(None, [[0, 1]], timeout=3)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(BackendError):
+                await dist.split_group(None, [[0, 1]], timeout=timedelta(seconds=0.1))
+        split = await dist.split_group(None, [[0, 1]])
+        assert isinstance(split, ProcessGroup)
+        assert split.group_desc.endswith(":split:1")
+        tensor = torch.ones(1)
+        await dist.all_reduce(tensor, group=split)
+        assert tensor.item() == 2
+
+    await run_ranks(2, body)
 
 
 @pytest.mark.parametrize("how", ["split", "shrink"])
