@@ -108,10 +108,10 @@ def wrap(what: Any, backend: str = "auto", **arguments: Unpack[CommArguments]) -
 def _comm_over(group: Any, backend: str, arguments: CommArguments) -> PendingComm[Comm]:
     if group.rank() < 0:
         raise ValueError("this rank is not a member of the group, so it has no part in a comm of it")
+    place = _place_of(group)
+    number = place.next_number()  # also of a refused call, as the other ranks go on with the next one
     if unknown := arguments.keys() - CommArguments.__annotations__.keys():
         raise TypeError(f"wrap got unexpected arguments: {', '.join(sorted(unknown))}")
-    place = _place_of(group)
-    number = place.next_number()
     given: CommArguments = {"device": _device_of(group), "name": f"{_name_of(group)}/{number}", **arguments}
 
     def comm(store: dist.Store) -> PendingComm[Comm]:
