@@ -92,7 +92,7 @@ class _Call(Generic[T]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], Awaitable[T]]) -> None:
         self._loop = loop
-        self._function = function
+        self._function: Callable[[], Awaitable[T]] | None = function
         self._ended = ThreadEvent()
         self._task: asyncio.Task[None] | None = None
         self._outcome: list[T] = []
@@ -110,7 +110,7 @@ class _Call(Generic[T]):
         try:
             if self._error is not None:
                 raise self._error
-            return self._outcome.pop()  # the loop may keep this call for a moment longer
+            return self._outcome.pop()
         finally:
             self._error = None  # the error's traceback has this frame
 
@@ -125,6 +125,7 @@ class _Call(Generic[T]):
             self._end()  # the thread was interrupted before it could have the call started
 
     async def _run(self) -> None:
+        assert self._function is not None
         try:
             self._outcome.append(await self._function())
         except BaseException as exc:
@@ -137,6 +138,7 @@ class _Call(Generic[T]):
             return
         if not self._outcome and self._error is None:
             self._error = asyncio.CancelledError()
+        self._function = None  # the loop keeps this call for a moment longer, and is not to keep the caller's objects
         self._ended.set()
 
 

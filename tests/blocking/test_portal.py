@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -55,6 +57,26 @@ def test_an_interrupted_call_is_cancelled(portal: Portal) -> None:
     assert ended == [True]
 
 
+def test_a_call_that_has_ended_keeps_nothing(portal: Portal) -> None:
+    gate = threading.Event()
+
+    class Kept:
+        pass
+
+    async def give(given: Kept) -> Kept:
+        asyncio.get_running_loop().call_soon(gate.wait)  # before the callbacks of the task
+        return Kept()
+
+    given = Kept()
+    try:
+        result = portal.call(partial(give, given))
+        kept = weakref.ref(given), weakref.ref(result)
+        del given, result
+        assert [each() for each in kept] == [None, None]
+    finally:
+        gate.set()
+
+
 class _Interrupted:
     """A lock: Ctrl-C interrupts the thread right after it has taken it."""
 
@@ -70,7 +92,7 @@ class _Interrupted:
 
 def test_a_call_that_is_interrupted_as_it_ends_does_not_wait_again(portal: Portal) -> None:
     call = _Call(portal.loop, thread_of_loop)
-    call._ended = _Interrupted(call._ended)  # type: ignore[assignment]
+    call._ended._lock = _Interrupted(call._ended._lock)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         call.result()
 
