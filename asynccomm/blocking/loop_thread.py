@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from typing import Final, Protocol
+from typing import Final, Protocol, final
 
 from anyio.from_thread import BlockingPortal, BlockingPortalProvider
+
+from asynccomm.core.thread_event import ThreadEvent
 
 EXIT_SECONDS: Final = 5.0  # for operations in flight, when the process ends with a comm open
 MOST_THREADS: Final = 4096  # completing futures; the pool starts a thread only if all others are busy
@@ -50,6 +53,64 @@ _open: weakref.WeakSet[ExitHandler] = weakref.WeakSet()
 def loops() -> BlockingPortalProvider:
     """Context manager that gives a portal to the loop; the loop ends when all users have left the context."""
     return _loops
+
+
+def lease() -> BlockingPortal:
+    """Enter ``loops()`` on a thread of its own, where no signal arrives: to be left by ``loops().__exit__``.
+
+    Not on the loop's thread. An exception of a signal's handler, such as KeyboardInterrupt, ends the wait, and the
+    thread leaves the context.
+    """
+    entry = _Entry(_loops)
+    try:
+        threading.Thread(target=entry.enter, name="asynccomm entry", daemon=True).start()
+        return entry.portal()
+    except BaseException:
+        entry.abandon()
+        raise
+
+
+@final
+class _Entry:
+    def __init__(self, provider: BlockingPortalProvider) -> None:
+        self._provider = provider
+        self._over = ThreadEvent()
+        self._lock = threading.Lock()
+        self._portal: BlockingPortal | None = None
+        self._error: BaseException | None = None
+        self._abandoned = False
+
+    def enter(self) -> None:
+        try:
+            portal = self._provider.__enter__()
+            loop_of(portal)
+        except BaseException as exc:
+            self._error = exc
+        else:
+            with self._lock:
+                self._portal = portal
+                abandoned = self._abandoned
+            if abandoned:
+                self._leave()
+        self._over.set()
+
+    def portal(self) -> BlockingPortal:
+        self._over.wait(math.inf)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        assert self._portal is not None
+        return self._portal
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._abandoned = True
+            entered = self._portal is not None
+        if entered:  # the exit joins the loop's thread
+            threading.Thread(target=self._leave, name="asynccomm entry", daemon=True).start()
+
+    def _leave(self) -> None:
+        self._provider.__exit__(None, None, None)
 
 
 def loop_of(portal: BlockingPortal) -> asyncio.AbstractEventLoop:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic, TypeVar, final
 
-from asynccomm.blocking.loop_thread import loop_of, loops, on_a_thread
+from asynccomm.blocking.loop_thread import lease, loop_of, loops, on_a_thread
 from asynccomm.comm.session import handle_dump_signal
 from asynccomm.core.thread_event import ThreadEvent
 from asynccomm.core.work import Work
@@ -154,7 +154,7 @@ class Portal:
         self._process: Final = os.getpid()
         self.held: bool = True  #: whether this hold is in force
         handle_dump_signal()  # here, as the loop's thread cannot install a handler
-        portal = loops().__enter__()
+        portal = lease() if loop is None else loops().__enter__()
         self.loop: Final = loop_of(portal) if loop is None else loop
 
     @property

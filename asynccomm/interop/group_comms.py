@@ -24,7 +24,7 @@ from anyio.from_thread import BlockingPortal
 from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm.blocking.loop_thread import EXIT_SECONDS, at_exit, detached, loop_of, loops, on_a_thread
+from asynccomm.blocking.loop_thread import EXIT_SECONDS, at_exit, detached, lease, loop_of, loops, on_a_thread
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.comm.session import handle_dump_signal
@@ -117,7 +117,7 @@ class GroupComms:
                 )
             if self._portal is None:
                 handle_dump_signal()  # here, as the loop's thread cannot install a handler
-                self._portal = loops().__enter__()
+                self._portal = lease()
             loop = loop_of(self._portal)
             # the portal's own call would wait until the task has started
             self._attempt = asyncio.run_coroutine_threadsafe(self._connected(device), loop)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
+from anyio.from_thread import BlockingPortal
 
 from asynccomm.blocking import loop_thread
 
@@ -23,6 +26,47 @@ def test_the_loop_lives_as_long_as_somebody_uses_it() -> None:
         assert thread.is_alive()
     assert not thread.is_alive()
     assert loop.is_closed()
+
+
+class _Provider:
+    """A provider whose thread takes long to start; it gives the portal of another one."""
+
+    def __init__(self, portal: BlockingPortal, begin: Callable[[], object]) -> None:
+        self._portal, self._begin = portal, begin
+        self.left = threading.Event()
+
+    def __enter__(self) -> BlockingPortal:
+        self._begin()
+        return self._portal
+
+    def __exit__(self, *_: object) -> None:
+        self.left.set()
+
+
+def test_an_interrupted_lease_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, interrupted = threading.get_ident(), threading.Event()
+
+    def begin() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        assert interrupted.wait(10)
+
+    with loop_thread.loops() as portal:
+        provider = _Provider(portal, begin)
+        monkeypatch.setattr(loop_thread, "_loops", provider)
+        with pytest.raises(KeyboardInterrupt):
+            loop_thread.lease()
+        assert not provider.left.is_set()
+        interrupted.set()
+        assert provider.left.wait(10)
+        monkeypatch.undo()
+
+
+def test_a_lease_that_fails_raises_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with loop_thread.loops() as portal:
+        monkeypatch.setattr(loop_thread, "_loops", _Provider(portal, lambda: 1 // 0))
+        with pytest.raises(ZeroDivisionError):
+            loop_thread.lease()
+        monkeypatch.undo()
 
 
 def test_calls_that_wait_for_each_other_all_have_a_thread() -> None:
