@@ -61,17 +61,17 @@ def lease() -> BlockingPortal:
     Not on the loop's thread. An exception of a signal's handler, such as KeyboardInterrupt, ends the wait, and the
     thread leaves the context.
     """
-    entry = _Entry(_loops)
+    taken = _Lease(_loops)
     try:
-        threading.Thread(target=entry.enter, name="asynccomm entry", daemon=True).start()
-        return entry.portal()
+        threading.Thread(target=taken.enter, name="asynccomm lease", daemon=True).start()
+        return taken.portal()
     except BaseException:
-        entry.abandon()
+        taken.abandon()
         raise
 
 
 @final
-class _Entry:
+class _Lease:
     def __init__(self, provider: BlockingPortalProvider) -> None:
         self._provider = provider
         self._over = ThreadEvent()
@@ -107,7 +107,7 @@ class _Entry:
             self._abandoned = True
             entered = self._portal is not None
         if entered:  # the exit joins the loop's thread
-            threading.Thread(target=self._leave, name="asynccomm entry", daemon=True).start()
+            threading.Thread(target=self._leave, name="asynccomm lease", daemon=True).start()
 
     def _leave(self) -> None:
         self._provider.__exit__(None, None, None)

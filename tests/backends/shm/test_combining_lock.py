@@ -135,7 +135,7 @@ def test_a_signal_leaves_the_lock_released_wherever_it_arrives() -> None:
         for _ in range(2000):
             try:
                 signal.setitimer(signal.ITIMER_REAL, choose.uniform(1e-6, 1e-4))
-                while True:
+                for _ in range(20_000):  # with an end, as a finalizer may be interrupted, whose exceptions are ignored
                     run(lock, nothing)
             except Interrupt:
                 interrupts += 1
@@ -143,4 +143,4 @@ def test_a_signal_leaves_the_lock_released_wherever_it_arrives() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert interrupts == 2000
+    assert interrupts > 1000
