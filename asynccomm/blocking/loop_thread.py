@@ -63,11 +63,22 @@ def lease() -> BlockingPortal:
     """
     taken = _Lease(_loops)
     try:
-        threading.Thread(target=taken.enter, name="asynccomm lease", daemon=True).start()
+        _start(taken.enter)
         return taken.portal()
     except BaseException:
         taken.abandon()
         raise
+
+
+def _start(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function, name="asynccomm lease", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        signalled = exc.__context__
+        if signalled is None or isinstance(signalled, Exception):
+            raise  # the process cannot have more threads
+        raise signalled from None  # ``start`` waits for a ``threading.Event``: see ``ThreadEvent``
 
 
 @final
@@ -107,7 +118,7 @@ class _Lease:
             self._abandoned = True
             entered = self._portal is not None
         if entered:  # the exit joins the loop's thread
-            threading.Thread(target=self._leave, name="asynccomm lease", daemon=True).start()
+            _start(self._leave)
 
     def _leave(self) -> None:
         self._provider.__exit__(None, None, None)

@@ -155,7 +155,11 @@ class Portal:
         self.held: bool = True  #: whether this hold is in force
         handle_dump_signal()  # here, as the loop's thread cannot install a handler
         portal = lease() if loop is None else loops().__enter__()
-        self.loop: Final = loop_of(portal) if loop is None else loop
+        try:
+            self.loop: Final = loop_of(portal) if loop is None else loop
+        except BaseException:
+            loops().__exit__(None, None, None)
+            raise
 
     @property
     def in_child(self) -> bool:

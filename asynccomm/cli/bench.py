@@ -20,6 +20,7 @@ from asynccomm.benchmarks.rows import OPERATIONS, UNITS, USUAL, read_measurement
 from asynccomm.benchmarks.session_options import SessionOptions
 from asynccomm.cli.launch import LaunchOptions, launch
 from asynccomm.cli.run import Commands, at_least_one, listen, path_argument, threads_of
+from asynccomm.core.files import is_replaced
 
 _DESCRIPTION = """\
 Measure operations on this host: asynccomm beside torch.distributed (gloo, or NCCL where each rank has a GPU) and, where
@@ -121,8 +122,10 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         if path is not None and path.is_dir():
             parser.error(f"argument {name}: must be a file, and {str(path)!r} is a folder")
     # the rows are written again and again: a pipe's reader would be gone
-    if arguments.json is not None and arguments.json.exists() and not arguments.json.is_file():
-        parser.error(f"argument --json: must be a file, and {str(arguments.json)!r} is a device or a pipe")
+    if arguments.json is not None and not is_replaced(arguments.json):
+        parser.error(
+            f"argument --json: must be a file, and {str(arguments.json)!r} is a device, a pipe or an open file"
+        )
     if arguments.plot is not None and find_spec("matplotlib") is None:
         parser.error(f"argument --plot: {str(arguments.plot)!r} needs matplotlib: pip install 'asynccomm[plot]'")
 

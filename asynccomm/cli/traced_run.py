@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from asynccomm.core.files import is_replaced
 from asynccomm.observe.chrome import DIRECTORY, read_part, write_trace
 
 # -I and -S: without the user's modules and settings. The end of stdin is the end of the launcher or of its trace
@@ -49,20 +50,35 @@ def traced(out: Path | None) -> Iterator[None]:
 @contextlib.contextmanager
 def _folder(out: Path) -> Iterator[Path]:
     """A folder for the parts on the file system of ``out``, or among the system's temporary files for a device."""
-    target = Path(os.path.realpath(out))
-    beside = target.parent if target.is_file() or not out.exists() else None
-    # a session of its own: Ctrl-C ends the launcher, and the remover after it
-    with subprocess.Popen(
-        _REMOVER, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as remover:
-        assert remover.stdin is not None
-        directory = Path(tempfile.mkdtemp(prefix=".asynccomm-", dir=beside)).absolute()
-        try:
-            remover.stdin.write(os.fsencode(directory))
-            remover.stdin.flush()
+    beside = Path(os.path.realpath(out)).parent if is_replaced(out) else None
+    directory = Path(tempfile.mkdtemp(prefix=".asynccomm-", dir=beside)).absolute()
+    try:
+        with _removed(directory):
             yield directory
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _removed(directory: Path) -> Iterator[None]:
+    """Have a process remove the folder if this one ends in the block; without it where it cannot be started."""
+    try:
+        remover = subprocess.Popen(
+            _REMOVER,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C ends the launcher, and the remover after it
+        )
+    except OSError:
+        yield
+        return
+    with remover:
+        assert remover.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            remover.stdin.write(os.fsencode(directory))
+        yield
 
 
 def _merge(directory: Path, out: Path) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Final
+
+MOST_LINKS: Final = 40  # of one path, as in Linux
 
 
 def write_whole(path: Path | str, data: bytes, folder: Path | str | None = None) -> None:
     """Write ``data`` to ``path``: a reader finds the former content or ``data``, also after an error or a kill.
 
-    A link stays, and the file that it leads to is replaced. A device or a pipe gets the bytes directly.
+    A link stays, and the file that it leads to is replaced. A device, a pipe or an open file, such as ``/dev/stdout``,
+    gets the bytes directly, behind those that it has.
 
     Args:
         folder: for the temporary file, on the file system of ``path``; None: the folder of the file.
@@ -19,8 +23,8 @@ def write_whole(path: Path | str, data: bytes, folder: Path | str | None = None)
     """
     try:
         mode = _mode_of(path)
-        if mode is not None and not stat.S_ISREG(mode):
-            with open(path, "wb") as place:
+        if not is_replaced(path):
+            with open(path, "ab" if mode is not None and stat.S_ISREG(mode) else "wb") as place:
                 place.write(data)
             return
         target = os.path.realpath(path)
@@ -35,6 +39,25 @@ def write_whole(path: Path | str, data: bytes, folder: Path | str | None = None)
             temporary.unlink(missing_ok=True)
     except OSError as exc:
         raise OSError(exc.errno, exc.strerror, str(path)) from exc
+
+
+def is_replaced(path: Path | str) -> bool:
+    """Whether ``write_whole`` makes or replaces a file at ``path``: it is no device, no pipe and no open file."""
+    mode = _mode_of(path)
+    return mode is None or (stat.S_ISREG(mode) and not _is_descriptor(path))
+
+
+def _is_descriptor(path: Path | str) -> bool:
+    """Whether links lead from ``path`` to an open file of a process, as from ``/dev/stdout``."""
+    for _ in range(MOST_LINKS):
+        folder, name = os.path.realpath(os.path.dirname(path)), os.path.basename(path)
+        path = os.path.join(folder, name)
+        if not os.path.islink(path):
+            break
+        if folder.startswith("/proc/"):
+            return True
+        path = os.path.join(folder, os.readlink(path))
+    return False
 
 
 def _mode_of(path: Path | str) -> int | None:

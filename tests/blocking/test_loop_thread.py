@@ -61,6 +61,19 @@ def test_an_interrupted_lease_is_given_back(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.undo()
 
 
+def test_a_lease_whose_thread_is_interrupted_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            loop_thread.lease()
+
+
 def test_a_lease_that_fails_raises_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with loop_thread.loops() as portal:
         monkeypatch.setattr(loop_thread, "_loops", _Provider(portal, lambda: 1 // 0))

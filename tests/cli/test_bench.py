@@ -56,7 +56,7 @@ def test_a_row_for_each_operation_size_and_contender(launcher, tmp_path: Path) -
         ("--plot none/x.png", "argument --plot: the folder 'none' does not exist"),
         ("--json .", "argument --json: must be a file, and '.' is a folder"),
         ("--plot .", "argument --plot: must be a file, and '.' is a folder"),
-        ("--json pipe", "argument --json: must be a file, and 'pipe' is a device or a pipe"),
+        ("--json pipe", "argument --json: must be a file, and 'pipe' is a device, a pipe or an open file"),
     ],
 )
 def test_wrong_arguments(

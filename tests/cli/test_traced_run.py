@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asynccomm.cli import traced_run
 from asynccomm.cli.main import main
 from asynccomm.cli.traced_run import traced
 from tests.observe.test_chrome import check_format
@@ -90,6 +91,17 @@ def test_a_pipe_gets_the_trace_and_the_folder_of_a_link_no_file(
     assert out.is_fifo()
     assert not list(temporary.iterdir())
     assert [path.name for path in links.iterdir()] == ["link"]
+
+
+@pytest.mark.parametrize("remover", ["true", "no such program"])
+def test_a_run_is_traced_without_the_process_that_removes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remover: str
+) -> None:
+    monkeypatch.setattr(traced_run, "_REMOVER", (remover,))
+    for _ in range(20):  # `true` may end before or after it gets the name
+        with traced(tmp_path / "out.json"):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_a_killed_launcher_leaves_no_folder_behind(launcher, until) -> None:  # type: ignore[no-untyped-def]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asynccomm.core.files import write_whole
+from asynccomm.core.files import is_replaced, write_whole
 
 
 def mode_of(path: Path) -> int:
@@ -71,6 +71,20 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
     finally:
         os.close(terminal)
         os.close(device)
+
+
+def test_an_open_file_gets_the_bytes_behind_its_own(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb", buffering=0) as file:
+        file.write(b"earlier ")
+        place = Path(f"/dev/fd/{file.fileno()}")
+        link = tmp_path / "link"
+        link.symlink_to(place)
+        for path in (place, link):
+            assert not is_replaced(path)
+            write_whole(path, b"data ")
+        assert is_replaced(log)
+    assert log.read_bytes() == b"earlier data data "
 
 
 def test_an_anonymous_pipe_has_a_name_that_leads_nowhere(tmp_path: Path) -> None:

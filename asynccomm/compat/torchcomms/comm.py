@@ -320,7 +320,8 @@ class TorchComm(TorchCollectiveMethods):
 
         The processes meet at the comm's store, or that of the launcher, which must be alive. Where the launcher has no
         store of its own, the process with RANK 0 hosts the store: this process takes part in the first step, and later
-        steps can leave it out as long as its comm is open.
+        steps can leave it out as long as its comm is open. At a ``tcp://`` address that was given as the store, the
+        new rank 0 hosts it.
 
         Args:
             uuid: of this step, the same on all ranks, and another for each step.
@@ -363,8 +364,8 @@ class TorchComm(TorchCollectiveMethods):
             abort_process_on_timeout_or_error=options.abort_process_on_timeout_or_error,
             high_priority_stream=options.high_priority_stream,
         )
-        # the launcher's rank 0 hosts a store, not the new one: the old host may keep the port, or be another machine
-        number = process_number(rank)
+        # not the new rank 0: the host so far may keep the port, or the launcher's address may be another machine's
+        number = process_number(rank) if options.store is None else rank
         place = resolve_spec(options.store, number, max(size, number + 1))
         return meet(place, name, rank, size, self._backend, self._device, ours, options.hints)
 

@@ -184,6 +184,20 @@ async def test_reconfiguring_at_the_store_of_one_process(comm: Comm, monkeypatch
     await main.finalize()
 
 
+@pytest.mark.ranks(2)
+async def test_reconfiguring_at_an_address_by_processes_of_one_launchers_rank(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = await comm.broadcast_object(unused.getsockname()[1], 0)
+    monkeypatch.setenv("RANK", "0")
+    store = f"tcp://127.0.0.1:{port}"
+    main = await torchcomms.new_comm(comm.backend, CPU, "one", store=store, timeout=LIMIT, enable_reconfigure=True)
+    await main.reconfigure("step", await comm.all_gather_object(main.get_init_handle(), expect=str))
+    assert main.get_rank() == comm.rank
+    await main.finalize()
+
+
 def aborted(backend: str) -> None:
     main = torchcomms.new_comm(backend, CPU, "aborted", timeout=LIMIT)
     called: list[int] = []
