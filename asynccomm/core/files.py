@@ -22,11 +22,11 @@ def write_whole(path: Path | str, data: bytes, folder: Path | str | None = None)
     Raises: OSError with ``path``.
     """
     try:
-        mode = _mode_of(path)
         if not is_replaced(path):
-            with open(path, "ab" if mode is not None and stat.S_ISREG(mode) else "wb") as place:
+            with open(path, "ab") as place:
                 place.write(data)
             return
+        mode = _mode_of(path)
         target = os.path.realpath(path)
         temporary = Path(folder or os.path.dirname(target), f".asynccomm-{os.urandom(8).hex()}.new")
         try:

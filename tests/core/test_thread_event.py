@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
-import signal
 import threading
 
 from asynccomm.core.thread_event import ThreadEvent
+from tests.interrupts import interrupted
 
 
 def test_an_event_that_is_set_stays_set() -> None:
@@ -34,33 +33,20 @@ def test_another_thread_ends_a_wait() -> None:
     thread.join()
 
 
-class Interrupt(BaseException):
-    """Of a signal's handler."""
-
-
 def test_a_wait_can_be_interrupted_at_any_place_and_repeated() -> None:
-    choose = random.Random(0)
-    interrupts = 0
+    events = [ThreadEvent(), ThreadEvent()]
 
-    def interrupt(*_: object) -> None:
-        raise Interrupt
+    def call() -> None:
+        never, soon = events
+        never.wait(1e-6)
+        soon.set()
+        soon.wait(math.inf)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(500):
-            event, other = ThreadEvent(), ThreadEvent()
-            try:
-                signal.setitimer(signal.ITIMER_REAL, choose.uniform(1e-6, 1e-4))
-                for _ in range(20_000):  # with an end, as a finalizer may be interrupted, whose exceptions are ignored
-                    other.wait(1e-6)
-                    event.set()
-                    event.wait(math.inf)
-            except Interrupt:
-                interrupts += 1
-            event.set()
-            assert event.wait(math.inf)
-            assert not other.wait(0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupts > 250
+    def check() -> None:
+        never, soon = events
+        soon.set()
+        assert soon.wait(math.inf)
+        assert not never.wait(0)
+        events[:] = ThreadEvent(), ThreadEvent()
+
+    interrupted(500, call, check)

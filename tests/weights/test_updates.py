@@ -31,6 +31,7 @@ from asynccomm.weights.conversation import (
 )
 from asynccomm.weights.layout import collect
 from asynccomm.weights.meeting import Meeting
+from asynccomm.weights.updates import Updates
 from tests.forking import fork
 from tests.waiting import until
 
@@ -557,12 +558,8 @@ async def test_a_lost_store_ends_the_wait_for_a_publisher(monkeypatch: pytest.Mo
             await Server(state(), store=store).updates().__aenter__()
 
 
-@pytest.mark.parametrize("ends", ["cancelled", "closes"])
-async def test_weights_that_do_not_fit_are_told_also_where_the_wait_for_the_trainer_is_cut_off(
-    ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(meeting_module, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(updates_module, "REFUSAL_SECONDS", LIMIT)
+async def a_misfit() -> tuple[Meeting, asyncio.Task[Updates], Conversation]:
+    """A publisher's place, a server that opens there with weights that do not fit, and the first trainer's side."""
     store = MemoryStore()
     meeting = await Meeting.open(store, "weights", "loopback", torch.device("cpu"), 10, None)
     meeting = meeting.of(await meeting.register())
@@ -571,6 +568,16 @@ async def test_weights_that_do_not_fit_are_told_also_where_the_wait_for_the_trai
     opening = asyncio.ensure_future(Server({"x": torch.zeros(2)}, store=store).updates().__aenter__())
     talk = Conversation(await meeting.pair(0, 1, TRAINER), SERVER, "server 1")
     talk.say(TrainerLayouts([layout], 1000))
+    return meeting, opening, talk
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "closes"])
+async def test_weights_that_do_not_fit_are_told_also_where_the_wait_for_the_trainer_is_cut_off(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(updates_module, "REFUSAL_SECONDS", LIMIT)
+    meeting, opening, talk = await a_misfit()
     waits = asyncio.Event()
     hear = Conversation.hear
     unread: list[object] = []
@@ -611,14 +618,7 @@ async def test_weights_that_do_not_fit_are_told_where_the_publisher_closes_as_th
         await abort(talk, reason)
 
     monkeypatch.setattr(Meeting, "passed", lambda _: closes.wait())
-    store = MemoryStore()
-    meeting = await Meeting.open(store, "weights", "loopback", torch.device("cpu"), 10, None)
-    meeting = meeting.of(await meeting.register())
-    await meeting.accept()
-    layout = collect({"x": torch.zeros(1)}, CommInfo("t", 0, 1, torch.device("cpu"))).layout
-    opening = asyncio.ensure_future(Server({"x": torch.zeros(2)}, store=store).updates().__aenter__())
-    talk = Conversation(await meeting.pair(0, 1, TRAINER), SERVER, "server 1")
-    talk.say(TrainerLayouts([layout], 1000))
+    _, opening, talk = await a_misfit()
     async with asyncio.timeout(LIMIT):
         await talk.hear(LayoutOffer)
         monkeypatch.setattr(Conversation, "abort", abort_late)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import signal
 import threading
 from collections.abc import Callable
 
 import pytest
 
 from asynccomm.backends.shm.combining_lock import ANY_TIME, AT_ONCE, CombiningLock, within
+from tests.interrupts import interrupted
 
 
 def always() -> bool:
@@ -118,29 +117,10 @@ def test_the_lock_is_released_after_an_exception() -> None:
         assert not lock.locked()
 
 
-class Interrupt(BaseException):
-    """Of a signal's handler."""
-
-
 def test_a_signal_leaves_the_lock_released_wherever_it_arrives() -> None:
     lock = CombiningLock()
-    choose = random.Random(0)
-    interrupts = 0
 
-    def interrupt(*_: object) -> None:
-        raise Interrupt
+    def check() -> None:
+        assert not lock.locked()
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(2000):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, choose.uniform(1e-6, 1e-4))
-                for _ in range(20_000):  # with an end, as a finalizer may be interrupted, whose exceptions are ignored
-                    run(lock, nothing)
-            except Interrupt:
-                interrupts += 1
-            assert not lock.locked()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupts > 1000
+    interrupted(2000, lambda: run(lock, nothing), check)
